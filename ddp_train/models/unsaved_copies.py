@@ -79,9 +79,10 @@ class UnsavedCopies:
         tensors_of = self._tensors_of_variables(Saved(self.models, self.objects))
         for name in self.in_variables.changed(tensors_of, norms_of):
             log.warning(
-                "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
-                " it in an object with state_dict and load_state_dict (torch's AveragedModel is"
-                " one), make that before run.resume, and name it there: run.resume(..., %s=%s)",
+                "%s changed during training but is in no checkpoint, so a resumed run starts it"
+                " again; keep it in an object with state_dict and load_state_dict (such as torch's"
+                " AveragedModel), create that before run.resume, and pass it: run.resume(...,"
+                " %s=%s)",
                 *(name, name, name),
             )
 
@@ -238,8 +239,8 @@ def _warn_of(holder: Any) -> None:
     name = name_of(holder)
     kind = type(holder).__name__
     log.warning(
-        "%s changed in training and is in no checkpoint: a resumed run begins it anew; %s before"
-        " run.resume, and name it there: run.resume(..., %s)",
+        "%s changed during training but is in no checkpoint, so a resumed run starts it again; %s"
+        " before run.resume, and pass it: run.resume(..., %s)",
         f"{name} ({kind})" if name else f"a {kind}",
         _what_to_do(holder, kind),
         _argument(name, kind),
@@ -248,8 +249,8 @@ def _warn_of(holder: Any) -> None:
 
 def _what_to_do(holder: Any, kind: str) -> str:
     if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
-        return "make it"
-    return f"give {kind} state_dict and load_state_dict, make it"
+        return "create it"
+    return f"give {kind} state_dict and load_state_dict, create it"
 
 
 def _argument(name: str, kind: str) -> str:

@@ -22,10 +22,10 @@ from ddp_train.sessions.mixed_rows import (
 from ddp_train.tensor_tree import tensors
 
 BESIDE = (
-    "a part of the loss is computed from the model's outputs and does not come by run.mean: it is"
-    " of this process's samples, and on another number of processes another loss. A number for each"
-    " sample belongs into the losses, run.mean(losses + part); what is of the whole batch, as a"
-    " mean over it, is of the rows of all: rows, _ = ddp_train.all_gather(outputs)"
+    "a part of the loss is computed from the model's outputs without run.mean. It covers this"
+    " process's samples alone, so it depends on the number of processes. If it has a number for"
+    " each sample, use run.mean(losses + part). If it is computed over the batch, compute it from"
+    " the rows of all processes: rows, _ = ddp_train.all_gather(outputs)"
 )
 
 

@@ -18,9 +18,9 @@ from ddp_train.sessions.states_of_ranks import are_same, numbers_of
 LOOKS = 3
 """Steps that are looked at: the first may set what each of the next changes."""
 CARRIED = (
-    "%s: carried from steps or epochs before into the losses, and not the same on all processes:"
-    " each has its own samples, and on another number of processes the losses are others. Of all"
-    " samples, for a mean: run.sum(values.sum()) / run.sum(len(values))"
+    "%s: carried from earlier steps or epochs into the losses, but not the same on all processes."
+    " Each process has its own samples, so the losses depend on the number of processes. For a"
+    " mean over all samples use run.sum(values.sum()) / run.sum(len(values))"
 )
 
 

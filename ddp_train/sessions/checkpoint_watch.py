@@ -23,12 +23,12 @@ from ddp_train.sessions.states_of_ranks import (
 
 log = logging.getLogger(__name__)
 NOT_THE_SAME = (
-    "not the same on all processes: each fills it by its own samples, and another number of them"
-    " has another result; fill it by those of all, which ddp_train.all_gather or run.sum give"
+    "not the same on all processes: each fills it from its own samples, so the result depends on"
+    " the number of processes; fill it from all samples, by ddp_train.all_gather or run.sum"
 )
 BATCH_NORM_APART = (
-    "not the same on all processes: a batch norm in train mode that run.wrap did not get is over"
-    " each process's own samples, and another number of them has another result"
+    "not the same on all processes: a batch norm in train mode, outside of run.wrap, uses each"
+    " process's own samples, so the result depends on the number of processes"
 )
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
@@ -75,8 +75,8 @@ class CheckpointWatch:
         if name:
             self.has_warned_of_nan = True
             log.warning(
-                "%s holds a NaN after step %d, and the loop trains on: stop it, since the newest %d"
-                " checkpoints alone are kept; to leave such a step out write, before backward(),"
+                "%s holds a NaN after step %d, and the loop trains on; stop it, since only the"
+                " newest %d checkpoints are kept. To skip such a step write, before backward(),"
                 " `if not math.isfinite(run.sum(loss.item())): continue`",
                 name,
                 step,
@@ -102,8 +102,8 @@ class CheckpointWatch:
         of_ranks = texts_from_all_ranks(json.dumps(digests), self.device)
         if names:
             log.warning(
-                "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
-                " it in %s%s",
+                "%s changed during training but is in no checkpoint, so a resumed run starts it"
+                " again; keep it in %s%s",
                 ", ".join(digests),
                 _places_of(digests),
                 f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
@@ -132,8 +132,7 @@ class CheckpointWatch:
         if names:
             self.has_warned_of_ranks = True
             log.warning(
-                "%s: %s (checkpoints have the mean of a model's buffers, of all else that of rank"
-                " 0)",
+                "%s: %s (a checkpoint has the mean of a model's buffers, and all else from rank 0)",
                 ", ".join(names[:MOST_NAMES]),
                 NOT_THE_SAME,
             )
@@ -149,8 +148,8 @@ class CheckpointWatch:
             remedy = "call run.wrap when the model has all its layers"
             if isinstance(self.objects.get(holder), nn.Module):
                 remedy = (
-                    f"{holder} = run.wrap({holder}) before run.resume takes it over all samples,"
-                    f" {holder}.eval() leaves its statistics as they are"
+                    f"{holder} = run.wrap({holder}) before run.resume gives it the statistics of"
+                    f" all samples, {holder}.eval() does not change its statistics"
                 )
             listed = ", ".join(names[:MOST_NAMES])
             log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)

@@ -78,9 +78,9 @@ class DataArguments:
             both = "batch_sampler and global_batch_size, or drop_last"
         if both:
             raise UsageError(
-                f"{method} was given {both}: they contradict each other",
-                "give sampler= with global_batch_size=, or batch_sampler= alone, whose batches"
-                " are those of all processes together",
+                f"{method} got {both}: they contradict each other",
+                "use sampler= with global_batch_size=, or batch_sampler= alone (its batches are"
+                " for all processes together)",
             )
         if self.batch_sampler is None:
             checked_batch_size(self.batch_size, "global_batch_size", BATCH_SIZE, method)
@@ -100,20 +100,21 @@ def _check_sampler(name: str, sampler: Any, method: str) -> None:
     if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
         raise UsageError(
             f"{method}: {name} is a {type(sampler).__name__}, which cannot be iterated",
-            "give it an object, not its class, whose __iter__ gives the numbers of an epoch",
+            "pass an object, not its class; its __iter__ must give the sample numbers of an epoch",
         )
     if isinstance(sampler, Iterator):
         raise UsageError(
-            f"{method}: {name} is an iterator ({type(sampler).__name__}), used up after one epoch",
-            "give it an object whose __iter__ begins a new epoch each time it is called",
+            f"{method}: {name} is an iterator ({type(sampler).__name__}), which is empty after one"
+            " epoch",
+            "pass an object whose __iter__ starts a new epoch each time it is called",
         )
     inner = getattr(sampler, "sampler", None)
     for one in [sampler] if inner is None else [sampler, inner]:
         if isinstance(one, DistributedSampler):
             raise UsageError(
-                f"{method}: {name} is a DistributedSampler, which gives each process a part;"
-                " run.loader shares out global batches itself",
-                "leave it out, or give the sampler that it was made of",
+                f"{method}: {name} is a DistributedSampler, which gives each process a part, and"
+                " run.loader does that already",
+                "leave it out, or pass the sampler inside it",
             )
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
             problem = problem_of_state(one.state_dict())
@@ -142,8 +143,8 @@ def whole_arguments(given: DataArguments, method: str) -> DataArguments:
         return given
     if given != DataArguments(loader):
         raise UsageError(
-            f"{method}: it was given a DataLoader, and arguments beside it",
-            "give the DataLoader alone, which has them, or its data set with the arguments",
+            f"{method} got a DataLoader and other arguments",
+            "pass the DataLoader alone, or its data set with the arguments",
         )
     return taken_apart(loader, method)
 
@@ -197,10 +198,10 @@ def _check_processes(loader: DataLoader[Any], method: str) -> None:
         used = start_method()
         if asked != used:
             raise UsageError(
-                f"{method}: its DataLoader has multiprocessing_context={asked!r}, and loader"
+                f"{method}: its DataLoader has multiprocessing_context={asked!r}, but loader"
                 f" processes are started by {used!r}",
-                f"multiprocessing.set_start_method({asked!r}) before the data are opened, and no"
-                " multiprocessing_context",
+                f"call multiprocessing.set_start_method({asked!r}) before the data set is created,"
+                " and leave out multiprocessing_context",
             )
     unused = {}
     if loader.timeout:
@@ -230,7 +231,7 @@ def scored_samples(arguments: DataArguments, seed: int) -> Any:
     if arguments.batch_sampler is not None:
         raise UsageError(
             "run.test_loader: its DataLoader has a batch_sampler of its own",
-            "give it the data set: run.test_loader(dataset, batch_size=256)",
+            "pass the data set: run.test_loader(dataset, batch_size=256)",
         )
     assert arguments.batch_size, "check has seen to it"
     numbers: list[int] | range = range(len(arguments.dataset))

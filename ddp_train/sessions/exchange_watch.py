@@ -34,14 +34,14 @@ EXCHANGES = (
 """The name of each exchange of a session, by its number; 0 is that of none."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
 SAME_ORDER = (
-    "every process must make the same calls in the same order, and take part in every step, with an"
-    " empty batch too: no run.sum or run.save inside of `if run.rank == 0`; no continue, break or"
-    " return before backward() on one of them; decide for all by a sum, before it:"
-    " if not math.isfinite(run.sum(loss.item())): continue"
+    "every process must make the same calls in the same order in every step, even with an empty"
+    " batch. Do not call run.sum or run.save inside of `if run.rank == 0`, and do not leave a step"
+    " before backward() on one process alone. To skip a step on all of them, decide by a sum: if"
+    " not math.isfinite(run.sum(loss.item())): continue"
 )
 SAME_NORMS = (
-    "; batch norm is over all processes, which must call the model equally often: in a loop over"
-    " samples, run.wrap(model, sync_batch_norm=False)"
+    ". Batch norm over all processes needs the same number of calls of the model on each: in a"
+    " loop over samples use run.wrap(model, sync_batch_norm=False)"
 )
 
 
@@ -92,8 +92,8 @@ def _error(rank: int, mine: int, other_rank: int, other: int) -> UsageError:
     if BATCH_NORM in (_name(mine), _name(other)):
         remedy += SAME_NORMS
     return UsageError(
-        f"rank {rank} is in {_described(mine)}, and rank {other_rank} in {_described(other)}: each"
-        " is an exchange among all processes",
+        f"rank {rank} is in {_described(mine)}, but rank {other_rank} is in {_described(other)}:"
+        " in each of them all processes must take part",
         remedy,
     )
 

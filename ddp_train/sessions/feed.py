@@ -20,7 +20,9 @@ from ddp_train.sessions.data_arguments import known_length
 from ddp_train.sessions.steps import Steps
 from ddp_train.text import counted
 
-SAME_LENGTH = "change a data set alike on all processes, by the number of the epoch for instance"
+SAME_LENGTH = (
+    "change the data set in the same way on all processes, for example by the number of the epoch"
+)
 
 
 class Feed(Protocol):
@@ -170,7 +172,7 @@ def look_at_empty_batch(source: Any, smallest: int, world: World) -> None:
     if world.is_leader:
         print(
             f"note: run.loader: the smallest global batch has {counted(smallest, 'sample')} for"
-            f" {world.size} processes: those without one get a batch of the length 0, and must"
-            " take part with it",
+            f" {world.size} processes: those without a sample get an empty batch, and must do the"
+            " step with it",
             file=sys.stderr,
         )

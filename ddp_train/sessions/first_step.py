@@ -23,10 +23,9 @@ from ddp_train.sessions.other_means import other_mean
 from ddp_train.tensor_tree import tensors
 
 SAME_ROWS = (
-    "run.wrap: in the first step the model had the same rows on all processes, which run.loader"
-    " does not give: batch norm over all processes counts each row %d times, and running_var is"
-    " too small. Where all have the same rows that of one process is right:"
-    " run.wrap(model, sync_batch_norm=False)"
+    "run.wrap: in the first step the model got the same rows on all processes, and they are not"
+    " from run.loader. Batch norm over all processes counts each row %d times, so running_var is"
+    " too small. For such rows use run.wrap(model, sync_batch_norm=False)"
 )
 MOST_NUMBERS = 2**16
 """Numbers of a batch that are compared."""

@@ -32,10 +32,10 @@ class ForeignOptimizers:
         if first_step is None:
             if self.models.trained_by(optimizer):
                 raise UsageError(
-                    f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
-                    " step: its state would be lost",
-                    "run.resume(model=model, optimizer=optimizer); in place of a new one for each"
-                    " epoch: optimizer.state.clear()",
+                    f"an optimizer ({type(optimizer).__name__}) makes a step, but run.resume did"
+                    " not get it: its state would be lost",
+                    "use run.resume(model=model, optimizer=optimizer); to reset it in each epoch"
+                    " use optimizer.state.clear()",
                 )
             self.first_steps[optimizer] = step
             return
@@ -43,8 +43,8 @@ class ForeignOptimizers:
             return  # made for this step, as a few updates of a copy
         if any(isinstance(parameter, nn.Parameter) for parameter in parameters_of(optimizer)):
             raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) trains a model that run.wrap did not"
-                " get: each process would train its own",
-                "model = run.wrap(model) before the optimizer is built, for each model, and give"
-                " run.resume the optimizer too",
+                f"an optimizer ({type(optimizer).__name__}) trains a model, but run.wrap did not"
+                " get it: each process would train its own",
+                "call model = run.wrap(model) for each model before its optimizer is built, and"
+                " pass the optimizer to run.resume",
             )

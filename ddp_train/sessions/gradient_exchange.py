@@ -130,9 +130,9 @@ class GradientExchange:
             return
         if self.options.get("static_graph"):
             raise UsageError(
-                "static_graph=True allows one backward pass after each forward pass of the model of"
-                " run.wrap, and no call past it",
-                "run.wrap(model) without it",
+                "static_graph=True allows only one backward pass after each forward pass of the"
+                " wrapped model, and no call of the model inside it",
+                "use run.wrap(model) without static_graph",
             )
         self.reached = reached
 
@@ -163,17 +163,16 @@ class GradientExchange:
         """
         if self.foreign_pass is not None:
             raise UsageError(
-                f"optimizer.step() with gradients of {name} from a loss that did not come by"
-                " run.mean",
-                "every loss that goes backward: run.mean(losses), of one loss for each sample"
-                " (reduction='none'); what is no mean over samples is added to it",
+                f"optimizer.step() was called with gradients of {name} from a loss that was not"
+                " computed by run.mean",
+                "use run.mean(losses) for every loss that goes backward, with one loss for each"
+                " sample (reduction='none'); add other terms to its result",
             )
         if self.is_local:
             raise UsageError(
-                f"optimizer.step() with gradients of {name} that are those of one process alone:"
-                " the backward pass did not find this model when it began",
-                "give torch.utils.checkpoint.checkpoint, by which it is called,"
-                " use_reentrant=False",
+                f"optimizer.step() was called with gradients of {name} from one process alone: the"
+                " backward pass did not find this model when it began",
+                "if torch.utils.checkpoint.checkpoint calls it, use use_reentrant=False there",
             )
         if self.ddp is not None:
             self.ddp.check_finished()

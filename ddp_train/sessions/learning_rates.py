@@ -27,9 +27,9 @@ def warn_of_fractions(objects: Mapping[str, Any]) -> None:
         epochs = getattr(value, "T_cur", None)  # of CosineAnnealingWarmRestarts
         if isinstance(epochs, float) and not epochs.is_integer():
             log.warning(
-                "%s was stepped by a fraction of an epoch, and the run resumes inside of one: if"
-                " that follows enumerate(loader), which begins at 0 here, use %s.step(run.step /"
-                " batches), with batches = len(loader) before run.epochs",
+                "%s was stepped by a fraction of an epoch, and the run resumes inside of an epoch,"
+                " where enumerate(loader) starts at 0; use %s.step(run.step / batches), with"
+                " batches = len(loader) before run.epochs",
                 name,
                 name,
             )
@@ -61,8 +61,8 @@ def check_same_rates(objects: Mapping[str, Any], device: str) -> None:
         f"the learning rate is not the same on all processes: {list(rates)[place]} is"
         f" {float(of_ranks[0, place]):g} on rank 0 and {float(of_ranks[rank, place]):g} on rank"
         f" {rank}",
-        "give the scheduler what all processes have: score = run.sum(loss_sum) / run.sum(count),"
-        " then scheduler.step(score)",
+        "give the scheduler the same score on all processes: score = run.sum(loss_sum) /"
+        " run.sum(count), then scheduler.step(score)",
     )
 
 

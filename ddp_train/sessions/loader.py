@@ -43,8 +43,8 @@ from ddp_train.text import counted
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
-    "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make"
-    " the data set inside of the `with`, where all processes draw the same"
+    "use a generator with a seed for random_split and for what shuffles before the `with`, or"
+    " create the data set inside of the `with`, where all processes draw the same"
 )
 
 
@@ -73,9 +73,9 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
     is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
     if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{method}: {name} is iterable: its samples have no numbers, by which processes share"
-            " them",
-            "give it a map-style data set, with __getitem__ and __len__; a list is one:"
+            f"{method}: {name} is an iterable data set, and the processes divide samples by their"
+            " numbers",
+            "pass a map-style data set, with __getitem__ and __len__, for example a list:"
             f" {method}(list(data), batch_size=256)",
         )
     if not len(dataset):
@@ -204,9 +204,8 @@ class TestLoader:
         batches = len(self.shares.starts)
         if batches < steps.world.size and steps.world.is_leader:
             print(
-                f"note: run.test_loader: its batches are {batches}, and the processes"
-                f" {steps.world.size}: the last ones have none; give each one, or more, by a"
-                " smaller batch_size",
+                f"note: run.test_loader: there are {batches} batches for {steps.world.size}"
+                " processes, so the last ones have none; use a smaller batch_size",
                 file=sys.stderr,
             )
         self.steps = steps
@@ -227,8 +226,8 @@ class TestLoader:
         steps = self.steps
         if steps.world.size > 1 and is_in_update_bn():
             raise UsageError(
-                "update_bn was given a run.test_loader, of which each process has other batches: so"
-                " would be the statistics of its average",
+                "update_bn got a run.test_loader, whose batches differ between processes, so its"
+                " statistics would differ too",
                 WAY_OF_UPDATE_BN,
             )
         averaged = averaged_buffers(steps.modules_together(), keep_if_alike=True)

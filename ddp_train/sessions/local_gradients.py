@@ -10,9 +10,9 @@ from torch import Tensor
 from ddp_train.distributed.training_step import CURRENT
 
 LOCAL_GRADIENTS = (
-    "run.mean: torch.autograd.grad took gradients of its loss, and nothing was added up over the"
-    " processes after it: they are this process's alone, and on another number of processes others."
-    " Those of all: run.sum(gradient) / run.processes; backward() exchanges its own"
+    "run.mean: torch.autograd.grad took gradients of its loss, which are those of this process"
+    " alone: they depend on the number of processes. For the gradients of all use"
+    " run.sum(gradient) / run.processes; backward() exchanges gradients by itself"
 )
 log = logging.getLogger(__name__)
 

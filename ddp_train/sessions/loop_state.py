@@ -44,7 +44,8 @@ class LoopState:
         """Raise UsageError if `method` is used outside of an epoch."""
         if not self.open_epoch:
             raise UsageError(
-                f"{method} was used outside of an epoch", "for epoch in run.epochs(10): ..."
+                f"{method} was used outside of an epoch",
+                "use it inside of: for epoch in run.epochs(10): ...",
             )
 
     def see_batches_left(self, some: bool) -> None:

@@ -29,15 +29,15 @@ from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
 LOST = (
-    "%s: in no checkpoint, and the losses need it. A run that is resumed inside of an epoch begins"
+    "%s: in no checkpoint, but the losses need it. A run that is resumed inside of an epoch starts"
     " without it, and ends with other weights. Keep it in an object with state_dict and"
-    " load_state_dict that run.resume gets; or, if each epoch makes it anew, resume at the"
-    " beginning of an epoch: run.epochs(..., whole=True)"
+    " load_state_dict, and pass that to run.resume. If each epoch creates it again, you can resume"
+    " at the beginning of an epoch instead: run.epochs(..., whole=True)"
 )
 LOST_OVER_EPOCHS = (
-    "%s: in no checkpoint, and later epochs need it. A run that is resumed begins without it, and"
-    " ends with other weights. Keep it in an object with state_dict and load_state_dict that"
-    " run.resume gets"
+    "%s: in no checkpoint, but later epochs need it. A resumed run starts without it, and ends"
+    " with other weights. Keep it in an object with state_dict and load_state_dict, and pass that"
+    " to run.resume"
 )
 MOST_ITEMS = 10_000
 """The longest list or dict that is looked into."""

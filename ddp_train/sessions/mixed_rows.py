@@ -23,9 +23,9 @@ NOT_TRIED = ("BatchNorm", "c10d", "CppNode", "NotImplemented")
 derivative."""
 MIXED = (
     "run.mean: the loss of a sample depends on the model's outputs for others (in-batch negatives,"
-    " mining, statistics over the batch), and each process has only its own: on another number of"
-    " processes it is another loss. The rows of all: rows, own = ddp_train.all_gather(outputs)."
-    " ddp-train prove train.py tells whether it matters"
+    " mining, statistics over the batch). Each process has only its own samples, so the loss"
+    " depends on the number of processes. To compare the samples of all processes, use rows, own ="
+    " ddp_train.all_gather(outputs). `ddp-train prove train.py` tells whether it matters"
 )
 
 

@@ -57,16 +57,16 @@ class Models:
         unknown = set(options) - DDP_OPTIONS
         if unknown:
             raise UsageError(
-                f"run.wrap: {sorted(unknown)[0]} is no option of torch's DistributedDataParallel",
-                f"one of {', '.join(sorted(DDP_OPTIONS))}",
+                f"run.wrap: {sorted(unknown)[0]} is not an option of torch's"
+                " DistributedDataParallel",
+                f"use one of {', '.join(sorted(DDP_OPTIONS))}",
             )
         for earlier in self.wrapped:
             if shared_parameters(earlier.parameters(), model.parameters()):
                 raise UsageError(
                     "run.wrap got the same parameters twice: each model is wrapped once",
-                    "wrap the part that models share by itself: encoder = run.wrap(encoder),"
-                    " head = run.wrap(head), and call head(encoder(x)); or put all into one"
-                    " nn.Module",
+                    "wrap a part that models share separately: encoder = run.wrap(encoder), head ="
+                    " run.wrap(head), and call head(encoder(x)); or put all into one nn.Module",
                 )
         if not self._handles:
             self._handles = [

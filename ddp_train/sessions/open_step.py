@@ -73,15 +73,15 @@ class OpenStep:
                 return next(iter(self.shares.values()))
             raise UsageError(
                 f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, and"
-                " processes share each in another way",
-                "say whose samples the losses are of: run.mean(losses, of=loader)",
+                " processes divide each in another way",
+                "name the loader of these losses: run.mean(losses, of=loader)",
             )
         share = self.shares.get(id(loader))
         if share is None:
             raise UsageError(
-                "run.mean: the loader of `of` gave no batch in this step",
-                "take a batch of it in each step: run.loader(..., repeat=True) begins anew by"
-                " itself, where itertools.cycle gives copies of earlier batches",
+                "run.mean: the loader that was given as of= gave no batch in this step",
+                "take a batch of it in each step; run.loader(..., repeat=True) starts again by"
+                " itself (itertools.cycle would repeat earlier batches)",
             )
         return share
 
@@ -95,9 +95,9 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
     if samples > 1 and losses.shape[:2] == (samples, samples):
         cause = ", one loss for each pair of them: outputs [n, 1] were compared with targets [n]"
     raise UsageError(
-        f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
-        f" {samples} samples{cause}",
-        "give it one loss for each sample, with reduction='none'; for tokens or pixels name"
-        " those that count, run.mean(losses, over=mask), or over=losses.numel() if all do; for one"
-        " loss of a whole batch, by ddp_train.all_gather, run.mean(loss.expand(len(batch)))",
+        f"run.mean: the losses have the shape {list(losses.shape)}, but the batch has {samples}"
+        f" samples{cause}",
+        "pass one loss for each sample (reduction='none'). For tokens or pixels use"
+        " run.mean(losses, over=mask), or over=losses.numel() if all count. For one loss of a"
+        " whole batch, by ddp_train.all_gather, use run.mean(loss.expand(len(batch)))",
     )

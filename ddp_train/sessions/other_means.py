@@ -12,13 +12,14 @@ MOST_NODES = 64
 NODES_OF_NLL = ("NllLossBackward", "NllLoss2DBackward")
 """Names of the nodes that nll_loss, which ends cross_entropy, leaves in a graph."""
 WEIGHTED = (
-    "run.mean: the losses have class weights, and this is their mean over samples: torch's"
-    " reduction='mean' divides by the sum of the weights, run.mean(losses, over=weight[targets])"
+    "run.mean: the losses have class weights, but run.mean divides by the number of samples."
+    " torch's reduction='mean' divides by the sum of the weights: for that use run.mean(losses,"
+    " over=weight[targets])"
 )
 LEFT_OUT = (
-    "run.mean: some targets are left out (ignore_index), and this mean counts them:"
-    " torch's reduction='mean' does not, run.mean(losses, over=targets != %d), of the losses before"
-    " any mean of them"
+    "run.mean: some targets are left out (ignore_index), but run.mean counts them. torch's"
+    " reduction='mean' does not: for that use run.mean(losses, over=targets != %d), with losses"
+    " that are not averaged before"
 )
 
 

@@ -49,8 +49,8 @@ from ddp_train.telemetry.trackers.tracking import FAILED_SECONDS, Tracking, open
 from ddp_train.text import counted
 
 NOTHING_IS_KEPT = (
-    "note: ddp_train.session: a failure costs the steps since the last checkpoint: under torchrun,"
-    " and where `ulimit -f` limits files, nothing is kept outside the processes"
+    "note: ddp_train.session: a failure costs the steps since the last checkpoint, since under"
+    " torchrun, or where `ulimit -f` limits files, no step is kept in memory outside the processes"
 )
 
 
@@ -235,7 +235,7 @@ class SessionProcess:
         place = f"epoch {position.epoch}"
         if position.batch:
             place += f", {counted(position.batch, 'step')} of it"
-        saved = " and saved; the same command resumes there"
+        saved = " and saved; the same command resumes from it"
         if position.batch and steps.whole_epochs and steps.saving:
             epoch = steps.saving.saved_epoch
             saved = f"; the same command resumes at the beginning of epoch {epoch}"
@@ -281,9 +281,9 @@ def seed_in_vain(earlier: int, seed: int) -> str | None:
     if earlier == seed or earlier >= 2**32:
         return None
     return (
-        f"note: ddp_train.session seeds torch, numpy and random by seed={seed}:"
-        f" torch.manual_seed({earlier}) before it has no effect in it; give session(...,"
-        f" seed={earlier}), or move it into the `with`"
+        f"note: ddp_train.session seeds torch, numpy and random by seed={seed}, so"
+        f" torch.manual_seed({earlier}) before it has no effect; use session(..., seed={earlier}),"
+        " or move it into the `with`"
     )
 
 

@@ -161,9 +161,9 @@ class Run(MediaCalls):
             return TrainingLoader(steps, feed, arguments.dataset, repeat)
         if split_by_node:
             raise UsageError(
-                "run.loader: split_by_node=True is for streams, and"
-                f" {type(arguments.dataset).__name__} has numbered samples",
-                "leave it out: global batches are shared out exactly",
+                "run.loader: split_by_node=True is for streams, but"
+                f" {type(arguments.dataset).__name__} is a map-style data set",
+                "leave it out",
             )
         feed = numbered_feed(steps, arguments)
         return TrainingLoader(steps, feed, arguments.dataset, repeat)
@@ -226,8 +226,8 @@ class Run(MediaCalls):
         if steps.saving is not None:
             raise UsageError(
                 "run.resume was called twice",
-                "call it once, with all objects; folds that are trained one after the other are"
-                " commands, each with its run_dir, or sessions with processes=1",
+                "call it once, with all objects; to train several folds, start a command for each"
+                " with its own run_dir, or use sessions with processes=1",
             )
         named, others = check_objects(objects, steps.models)
         living = living_objects()

@@ -15,16 +15,16 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.tensor_tree import tensors
 
 TAKEN_OVER_STEPS = (
-    "the batches of run.test_loader were taken over several steps of training: each process has"
-    " others, and another number of them",
-    "go through them in one go, and keep a batch, not an iterator: next(iter(test_loader)); to"
-    " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
-    " pairs",
+    "the batches of run.test_loader were taken in several steps of training, but each process has"
+    " other batches, and another number of them",
+    "take them all in one loop, and keep a batch, not an iterator: next(iter(test_loader)). To"
+    " train on pairs use two loaders of run.loader, or a data set of pairs",
 )
 CARRIED = (
-    "run.test_loader: the model was given what it had returned for an earlier batch, as a hidden"
-    " state is: each process has some of the batches, and begins anew with its first. Score with a"
-    " plain DataLoader, of which each process has all batches, and without run.sum"
+    "run.test_loader: the model got what it returned for an earlier batch (a hidden state, for"
+    " example). Each process has only some of the batches, so the score depends on the number of"
+    " processes. Score with a plain DataLoader, which gives each process all batches, and without"
+    " run.sum"
 )
 log = logging.getLogger(__name__)
 
@@ -92,9 +92,9 @@ class ScoreWatch:
         if self.scored_elsewhere and not self.has_warned and processes > 1:
             self.has_warned = True
             log.warning(
-                "run.sum: the model was given batches that are not from run.test_loader; if each"
-                " process had all of them, the sum counts them %d times: score with"
-                " run.test_loader(data, batch_size=256)",
+                "run.sum: the model got batches that are not from run.test_loader. If each process"
+                " had all of them, the sum counts them %d times; use run.test_loader(data,"
+                " batch_size=256)",
                 processes,
             )
         self.scored_elsewhere = False

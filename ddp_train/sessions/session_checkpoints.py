@@ -44,7 +44,9 @@ from ddp_train.sessions.settings import Settings
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
-SAME_OBJECTS = "give run.resume what it got when that was saved, or start over in another run_dir"
+SAME_OBJECTS = (
+    "pass run.resume the same objects as when it was saved, or start over in another run_dir"
+)
 
 
 class SessionCheckpoints:
@@ -99,13 +101,13 @@ class SessionCheckpoints:
         state = TrainingState.load(path)
         if state.session is None:
             raise DataError(
-                f"{path} was not saved by a session: it says no epoch and no batch to resume at",
+                f"{path} was not saved by a session, so it has no epoch and no batch to resume at",
                 "name another run_dir",
             )
         if "loaders" not in state.session:
             raise DataError(
-                f"{path} was saved by an earlier version, without the states of the loaders: nobody"
-                " knows its next batch",
+                f"{path} was saved by an earlier version, without the states of the loaders, so"
+                " its next batch is not known",
                 "finish it with the version that began it, or name another run_dir and load its"
                 " weights: load_file('model.safetensors')",
             )
@@ -142,7 +144,7 @@ class SessionCheckpoints:
         if sorted(saved) == sorted(self.models) or len(saved) == len(self.models) == 1:
             return
         raise DataError(
-            f"{path} has the models {', '.join(saved)}, and run.resume got"
+            f"{path} has the models {', '.join(saved)}, but run.resume got"
             f" {', '.join(self.models)}",
             SAME_OBJECTS,
         )
@@ -151,7 +153,7 @@ class SessionCheckpoints:
         differing = sorted({*saved} ^ {*self.objects})
         if differing:
             raise DataError(
-                f"{path} has {_listed(saved)} beside the model, and run.resume got"
+                f"{path} has {_listed(saved)} beside the model, but run.resume got"
                 f" {_listed(self.objects)}; they differ in {', '.join(differing)}",
                 SAME_OBJECTS,
             )
@@ -188,8 +190,8 @@ class SessionCheckpoints:
                     what = f"its groups come in another order, and {rated[0]} has rates by place"
             if what:
                 raise DataError(
-                    f"{path}: the parameters of {name} are others, or in another order: {what}",
-                    "build it with the groups and the order that it had when that was saved (prune,"
+                    f"{path}: the parameters of {name}, or their order, have changed: {what}",
+                    "build it with the same groups in the same order as when it was saved (prune,"
                     " freeze or add adapters before run.resume), or start over in another run_dir",
                 )
             states[name] = reordered(states[name], before, groups)

@@ -175,11 +175,11 @@ class SessionKeeper:
         name, size = self.largest
         cause = ""
         if size > LARGE_BYTES:
-            cause = f", of which {name} has {size / 2**20:,.0f} MiB that are no tensors"
+            cause = f" ({name} has {size / 2**20:,.0f} MiB that are not tensors)"
         return (
-            f"note: ddp_train.session: it takes {self.pace.cost_seconds:.2g} s to keep a step"
-            f" outside the processes{cause}: one in {self.pace.every} is kept, and a failure costs"
-            " the steps since"
+            "note: ddp_train.session: to keep a step in memory outside the processes takes"
+            f" {self.pace.cost_seconds:.2g} s{cause}, so one step in {self.pace.every} is kept,"
+            " and a failure costs the steps since"
         )
 
     def _packed(

@@ -92,7 +92,8 @@ class SessionLoaders:
             elif name.startswith("drawn"):
                 change = "its samples come in another order than before"
             raise DataError(
-                f"{self.checkpoints.resumed_from} lies inside of an epoch, and run.loader changed"
-                f" since: {change}",
-                "finish the epoch with what it began with, or start over in another run_dir",
+                f"{self.checkpoints.resumed_from} lies inside of an epoch, but run.loader has"
+                f" changed since: {change}",
+                "finish the epoch with the earlier data and arguments, or start over in another"
+                " run_dir",
             )

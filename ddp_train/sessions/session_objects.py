@@ -53,7 +53,7 @@ def check_objects(
             what = f"a model of run.wrap ({type(missing[0].module).__name__})"
         raise UsageError(
             f"run.resume: {what} is not among its arguments, and would not be saved",
-            "run.resume(model=model, optimizer=optimizer), with every model of run.wrap",
+            "use run.resume(model=model, optimizer=optimizer), with every model of run.wrap",
         )
     for model in models:
         problem = problem_of_extra_state(model.module)
@@ -64,7 +64,7 @@ def check_objects(
             raise UsageError(
                 f"run.resume: {name} is a {type(value).__name__}, without state_dict and"
                 " load_state_dict",
-                "give it objects that have both, as models, optimizers and schedulers have",
+                "pass objects that have both, such as models, optimizers and schedulers",
             )
         if isinstance(value, Optimizer):
             _check_optimizer(name, value, models)
@@ -86,9 +86,8 @@ def _check_optimizer(name: str, optimizer: Optimizer, models: Models) -> None:
     known = [parameter for model in models for parameter in model.parameters()]
     if not shared_parameters(known, parameters_of(optimizer)):
         raise UsageError(
-            f"run.resume: {name} was built on parameters that are not those of the model of"
-            " run.wrap",
-            "build it after model = run.wrap(model), on model.parameters()",
+            f"run.resume: {name} was built with parameters that are not in the model of run.wrap",
+            "build it after model = run.wrap(model), with model.parameters()",
         )
     ours = {id(parameter) for parameter in known}
     for parameter in parameters_of(optimizer):

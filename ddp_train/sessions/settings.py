@@ -99,9 +99,9 @@ def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
         if is_of_run(run_dir) or is_of_sweep(run_dir):
             raise UsageError(
                 f"ddp_train.session: {run_dir} is the folder of a run of launch.py (ddp-train) or"
-                " of a sweep, whose checkpoints are not those of a session",
-                "name a folder of its own; such a run's weights are in"
-                " checkpoints/step_#/model.safetensors of it",
+                " of a sweep, and a session cannot resume it",
+                "use another folder; the weights of that run are in its"
+                " checkpoints/step_#/model.safetensors",
             )
         return run_lock.acquire(run_dir / run_lock.FILE, patience_seconds)
     except run_lock.LockHeldError as error:
@@ -112,7 +112,7 @@ def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
-            f"ddp_train.session: {run_dir} cannot be written: {reason}", "name a folder that can"
+            f"ddp_train.session: {run_dir} cannot be written: {reason}", "use another folder"
         ) from None
 
 
@@ -132,7 +132,7 @@ def trackers_of(trackers: Sequence[str | Tracker]) -> dict[str, Tracker]:
         else:
             hint = did_you_mean(tracker, list(TRACKERS)) if isinstance(tracker, str) else ""
             raise UsageError(
-                f"ddp_train.session: trackers: {tracker!r} is no tracker{hint}",
+                f"ddp_train.session: trackers: {tracker!r} is not a tracker{hint}",
                 f"use {', '.join(TRACKERS)}, or an object of a class derived from"
                 " ddp_train.Tracker",
             )
@@ -195,7 +195,7 @@ class Settings:
                 )
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise UsageError(
-                f"ddp_train.session: {self.run_dir} is no folder", "name the folder of one run"
+                f"ddp_train.session: {self.run_dir} is not a folder", "use the folder of one run"
             )
 
     def facts(self, processes: int) -> dict[str, Any]:

@@ -166,13 +166,12 @@ def _only_session(world: World | None) -> Iterator[None]:
     if _sessions.open_in == os.getpid():
         raise _usage_error(
             "another session is open in this process",
-            "end its `with` before the next one; models that are trained together are one"
-            " nn.Module",
+            "end its `with` before the next one; train several models in one session",
         )
     if _sessions.has_left_others:
         raise _usage_error(
             "the processes of this command were started for one session, which has ended",
-            "give each session a command of its own, or all processes=1",
+            "start a command for each session, or use processes=1 in all of them",
         )
     _sessions.open_in = os.getpid()
     try:
@@ -206,8 +205,8 @@ def _check_started_once() -> None:
         raise _usage_error(
             f"{tasks.command} started {tasks.count} processes of this script, and each would start"
             " a run of its own",
-            f"start it once, or by torchrun; if no {tasks.command} started it,"
-            f" `unset {' '.join(tasks.variables)}`",
+            f"start it once, or by torchrun (if you did not use {tasks.command}, first run `unset"
+            f" {' '.join(tasks.variables)}`)",
         )
 
 
@@ -215,25 +214,25 @@ def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]
     """The number of processes that this host starts, and cuda or cpu. Raises UsageError."""
     if device not in ("auto", "cuda", "cpu"):
         raise _usage_error(
-            f"device={device!r}", "use auto, cuda or cpu; which GPU is decided by rank"
+            f"device={device!r} is not known", "use auto, cuda or cpu; each rank gets its own GPU"
         )
     variable = processes_asked()
     if processes is None and variable is not None:
         if not variable.isdigit():
             raise UsageError(
-                f"{PROCESSES}={variable} is no number", f"use {PROCESSES}=2, or unset it"
+                f"{PROCESSES}={variable} is not a number", f"use {PROCESSES}=2, or unset it"
             )
         processes = int(variable)
     gpus = 0 if device == "cpu" else detect_hardware(visible_devices()).gpus
     if not gpus:
         if device == "cuda":
-            raise _usage_error("device='cuda', and no GPU is visible", "use device='cpu' or 'auto'")
+            raise _usage_error("device='cuda', but no GPU is visible", "use device='cpu' or 'auto'")
         return (2 if processes is None else processes), "cpu"
     if processes is None:
         return gpus, "cuda"
     if processes > gpus:
         raise _usage_error(
-            f"processes={processes}, and {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
+            f"processes={processes}, but {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
         )
     return processes, "cuda"
 
@@ -296,7 +295,7 @@ def _this_command() -> tuple[list[str], list[str]]:
     if is_interactive():
         raise UsageError(
             "ddp_train.session: it starts processes by running the script again, and a notebook or"
-            " a prompt has none",
+            " a prompt has no script",
             "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or"
             " processes=1",
         )
@@ -307,9 +306,9 @@ def _this_command() -> tuple[list[str], list[str]]:
     if not program or program[-1] == "-" or arguments != sys.argv[1:]:
         command = " ".join(sys.orig_argv) or "it is not known"
         raise UsageError(
-            "ddp_train.session: the command that started this process cannot be given again"
+            "ddp_train.session: the command that started this process cannot be run again"
             f" ({command})",
-            "start a script that lies in a file: python train.py",
+            "start a script file: python train.py",
         )
     return program, arguments
 

@@ -126,8 +126,8 @@ class Steps:
             raise UsageError(
                 "run.epochs: run.resume was not called: nothing would be saved, and nothing"
                 " resumed",
-                "run.resume(model=model, optimizer=optimizer) before it, with whatever has a"
-                " state_dict",
+                "call run.resume(model=model, optimizer=optimizer) before it, with everything that"
+                " has a state_dict",
             )
         position = self.loop.position
         saved = None
@@ -239,8 +239,8 @@ class Steps:
         print(
             f"note: run.epochs(..., whole=True) was left inside of epoch {position.epoch} after"
             f" {counted(position.batch, 'step')} of it, which are in no checkpoint: the same"
-            f" command resumes at the beginning of epoch {saved_epoch}; leave the loop over"
-            " epochs behind its last batch, or use run.epochs without whole=True",
+            f" command resumes at the beginning of epoch {saved_epoch}; leave the loop over epochs"
+            " only after the last batch of an epoch, or use run.epochs without whole=True",
             file=sys.stderr,
         )
 

@@ -38,8 +38,8 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.tensor_tree import tensors
 
 SAME_STREAM = (
-    "let it give the same samples on all processes: seed its shuffling, and leave its rank out; or"
-    " let each process read its own part, with split_by_node=True"
+    "let it give the same samples on all processes: seed its shuffling, and do not use the rank."
+    " Or let each process read its own part, with split_by_node=True"
 )
 
 
@@ -241,8 +241,8 @@ class StreamFeed:
             digest = self.digest = part.digest
         if not self.split_by_node and self.digest_before not in (0, digest) and digest:
             raise DataError(
-                f"run.loader: {self.name} does not repeat the samples that it gave in this pass"
-                " before the run was saved",
+                f"run.loader: {self.name} does not give the same samples again as before the run"
+                " was saved",
                 "let it give the same samples again: seed its shuffling, or give it state_dict and"
                 " load_state_dict; or start over in another run_dir",
             )
@@ -262,10 +262,10 @@ class StreamFeed:
             )
         if len(digests) > 1 and digest and len({first for first, _ in digests}) == 1:
             raise DataError(
-                f"run.loader: {self.name} gives all processes the same samples, and"
-                " split_by_node=True says that it does not",
-                "split it, by split_dataset_by_node(data, run.rank, run.processes) for instance,"
-                " or leave split_by_node out: then every process reads all, and keeps its rows",
+                f"run.loader: {self.name} gives all processes the same samples, but"
+                " split_by_node=True needs a part for each",
+                "split it, for example by split_dataset_by_node(data, run.rank, run.processes), or"
+                " leave split_by_node out: then every process reads all, and keeps its rows",
             )
 
 
@@ -355,9 +355,9 @@ class StreamedParts:
             if number < feed.num_workers:
                 if part.digest and part.digest in digests:
                     raise DataError(
-                        f"run.loader: {feed.name} gives several loader processes"
-                        " the same samples, so that each would come several times",
-                        "share them out in __iter__ by torch.utils.data.get_worker_info(), or use"
+                        f"run.loader: {feed.name} gives several loader processes the same samples,"
+                        " so each sample would come several times",
+                        "divide them in __iter__ by torch.utils.data.get_worker_info(), or use"
                         " num_workers=1",
                     )
                 digests.append(part.digest)
@@ -394,8 +394,8 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
     name = type(arguments.dataset).__name__
     if isinstance(arguments.dataset, Iterator):
         raise UsageError(
-            f"{method}: {name} is an iterator, used up after one epoch",
-            "give it an object whose __iter__ begins anew each time it is called",
+            f"{method}: {name} is an iterator, which is empty after one epoch",
+            "pass an object whose __iter__ starts again each time it is called",
         )
     if split_by_node and arguments.batch_size and arguments.batch_size < steps.world.size:
         raise UsageError(
@@ -405,23 +405,23 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         )
     if arguments.shuffle or arguments.sampler is not None or arguments.batch_sampler is not None:
         raise UsageError(
-            f"{method}: {name} is iterable: its samples have no numbers, which shuffle, sampler"
-            " and batch_sampler are about",
-            "shuffle in the stream itself, within a buffer for instance",
+            f"{method}: {name} is a stream, and shuffle, sampler and batch_sampler need samples"
+            " with numbers",
+            "shuffle in the stream itself, for example within a buffer",
         )
     arguments.check(method)
     feed = StreamFeed(steps, arguments, split_by_node)
     if has_state(feed.stream) and feed.problem_of_state and steps.world.is_leader:
         print(
-            f"note: {method}: a resumed run reads {name} past what is done"
-            f" ({feed.problem_of_state})",
+            f"note: {method}: a resumed run reads again, and skips, the samples of {name} that are"
+            f" done ({feed.problem_of_state})",
             file=sys.stderr,
         )
     if steps.world.is_leader and passes_differ_by_themselves(feed.stream):
         print(
-            f"note: {method}: {name} gives other samples each time it is begun, by what it keeps"
-            " itself: a resumed run, and with num_workers each pass, begins like the first one;"
-            " let a pass follow from set_epoch(epoch)",
+            f"note: {method}: {name} gives other samples each time it is iterated, but a resumed"
+            " run, and with num_workers each epoch, starts like the first epoch; let its samples"
+            " depend on set_epoch(epoch)",
             file=sys.stderr,
         )
     if steps.world.size > 1 and steps.world.is_leader and not split_by_node:

@@ -74,8 +74,8 @@ class TrainingLoader:
     def __iter__(self) -> Iterator[Any]:
         if is_in_update_bn():
             raise UsageError(
-                "update_bn was given a run.loader, whose batches are steps of training",
-                "use run.update_bn(loader, average), whose batches are no steps",
+                "update_bn got a run.loader, whose batches are steps of training",
+                "use run.update_bn(loader, average), which makes no steps",
             )
         goes_on = self.iterators == 0
         if self.steps.loop.open_epoch and self.number in self.steps.loaders.saved:
@@ -115,8 +115,9 @@ class TrainingLoader:
                 raise
             if place is not self.place:
                 raise UsageError(
-                    "a loader of run.loader was begun anew, and is still used from before",
-                    "go on with one iterator of it at a time; for two orders make two loaders",
+                    "a loader of run.loader was started again while an earlier iterator of it is"
+                    " in use",
+                    "use one iterator of it at a time, or make two loaders",
                 )
             if step:
                 is_last = self.feed.is_last(batch.micro_batch.step) and not self.repeat

@@ -40,8 +40,8 @@ def warn_of_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) 
     """Name the schedulers that were made after run.resume, before the first checkpoint."""
     for scheduler in _unsaved_schedulers(saved, living):
         log.warning(
-            "a %s was made after run.resume: its state is in no checkpoint, and a resumed run"
-            " begins it anew; make it before, and name it: run.resume(model=model,"
+            "a %s was created after run.resume: its state is in no checkpoint, and a resumed run"
+            " starts it again; create it before, and pass it: run.resume(model=model,"
             " optimizer=optimizer, scheduler=scheduler)",
             type(scheduler).__name__,
         )
@@ -56,7 +56,7 @@ def refuse_unsaved_scaler(saved: Mapping[str, Any]) -> None:
     if scaler is None or id(scaler) in set(map(id, objects_within(saved.values(), DEEPEST))):
         return
     raise UsageError(
-        "a GradScaler that run.resume did not get makes a step: its scale would be lost",
+        "a GradScaler makes a step, but run.resume did not get it: its scale would be lost",
         "run.resume(model=model, optimizer=optimizer, scaler=scaler)",
     )
 

@@ -22,8 +22,8 @@ from ddp_train.sessions.unsaved import refuse_unsaved_scaler
 from ddp_train.sessions.wrapped import Wrapped
 
 SAME_UPDATES = (
-    "each process has its own part of a loss: decide for all of them by a sum,"
-    " if math.isfinite(run.sum(loss.item())): optimizer.step()"
+    "each process has only its part of a loss, so decide by a sum over all: if"
+    " math.isfinite(run.sum(loss.item())): optimizer.step()"
 )
 
 
@@ -105,10 +105,10 @@ class Updates:
             return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
         if not self.gradients.had_backward:
             raise UsageError(
-                "optimizer.step() in a step whose loss did not come by run.mean: its gradient would"
-                " not be the mean over the global batch",
-                "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
-                " loss.backward()",
+                "optimizer.step() was called in a step whose loss was not computed by run.mean:"
+                " its gradient would not be the mean over the global batch",
+                "use loss = run.mean(losses), with one loss for each sample (reduction='none'),"
+                " then loss.backward()",
             )
         self._check_gradients(self.optimizers[optimizer])
         self.gradients.see_step(optimizer)
@@ -127,9 +127,9 @@ class Updates:
             loss = closure()
         if not self.gradients.had_backward:
             raise UsageError(
-                "optimizer.step(closure): the closure's loss did not come by run.mean",
-                "in it: optimizer.zero_grad(), loss = run.mean(losses), of one loss for each"
-                " sample (reduction='none'), loss.backward(), return loss",
+                "optimizer.step(closure): the closure's loss was not computed by run.mean",
+                "in the closure call optimizer.zero_grad(), loss = run.mean(losses) with one loss"
+                " for each sample (reduction='none'), loss.backward(), and return loss",
             )
         self._check_gradients(self.optimizers[optimizer])
         if not isinstance(loss, Tensor):

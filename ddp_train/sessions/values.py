@@ -24,16 +24,16 @@ from ddp_train.sessions.settings import UsageError, calling_line
 from ddp_train.text import by_rank
 
 NUMBERS_OR_TENSORS = (
-    "give it a number, or a tensor of one shape, on every process; begin what adds up over batches"
-    " with 0, for a process may have none"
+    "pass a number, or a tensor of the same shape, on every process; start sums over batches with"
+    " 0, for a process may have no batch"
 )
 ROWS = (
-    "give it rows, [n, ...], that differ in n alone; a list of tensors, which may be empty, is put"
-    " together: run.gather(parts)"
+    "pass rows, [n, ...], of which only n may differ; a list of tensors, which may be empty, is"
+    " joined: run.gather(parts)"
 )
 SAME_CALLS = (
     "every process must make the same calls in the same order: not inside of `if run.rank == 0`,"
-    " and not inside of the loop over a test loader, whose number of batches differs; after it"
+    " and only after a loop over a test loader, whose number of batches differs"
 )
 
 
@@ -112,7 +112,7 @@ def sum_over_ranks(value: Any, device: str) -> Any:
     if remedy:
         findings = by_rank(map(str, parts))
         raise UsageError(
-            f"run.sum: what the processes bring cannot be added up: {findings}", remedy
+            f"run.sum: the values of the processes cannot be added up: {findings}", remedy
         )
     tensors = [part for part in parts if part.kind is Kind.TENSOR]
     if not tensors:

@@ -19,10 +19,9 @@ from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.settings import UsageError
 
 TWO_LOSSES = (
-    "run.mean: a second loss of this step was to add up to gradients of the same optimizer, and a"
-    " window has one mean",
-    "add the losses up for each unit before: run.mean(losses + others, over=mask,"
-    " accumulate=optimizer)",
+    "run.mean: a second loss of this step accumulates gradients of the same optimizer, and"
+    " accumulate= takes one loss in a step",
+    "add the losses before: run.mean(losses + others, over=mask, accumulate=optimizer)",
 )
 
 

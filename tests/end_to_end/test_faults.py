@@ -104,7 +104,7 @@ def test_names_may_have_any_letters_in_any_locale(tmp_path: Path) -> None:
         ),
         (
             {"RANK": "x", "WORLD_SIZE": "1"},
-            "RANK=x is no number; start with torchrun, or `unset RANK WORLD_SIZE`",
+            "RANK=x is not a number; start with torchrun, or `unset RANK WORLD_SIZE`",
         ),
     ],
 )

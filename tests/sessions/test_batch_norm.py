@@ -167,8 +167,8 @@ def by_torch(run: Run) -> None:
 
 MISTAKES = [
     (inside_of_its_loop, "run.update_bn was called inside of the loop over its loader"),
-    (over_test_batches, "the statistics are of global batches, and a TestLoader gives"),
-    (by_torch, "update_bn was given a run.loader, whose batches are steps of training"),
+    (over_test_batches, "run.update_bn needs global batches, but a TestLoader gives"),
+    (by_torch, "update_bn got a run.loader, whose batches are steps of training"),
 ]
 
 
@@ -202,7 +202,7 @@ def refusals(world: World) -> list[str]:
 @pytest.mark.slow
 def test_each_process_would_have_other_statistics() -> None:
     for of_test_batches, of_all in on_ranks(3, refusals):
-        assert "of which each process has other batches" in of_test_batches
+        assert "whose batches differ between processes" in of_test_batches
         assert "batch norm is over all processes" in of_all
 
 

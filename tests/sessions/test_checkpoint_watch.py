@@ -16,8 +16,9 @@ from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
 
 CHANGED = (
-    "optimizer.count, optimizer.seen['mean'] changed in training and is in no checkpoint: a resumed run"
-    " begins it anew; keep it in an object that run.resume gets, in what its state_dict returns"
+    "optimizer.count, optimizer.seen['mean'] changed during training but is in no checkpoint, so a"
+    " resumed run starts it again; keep it in an object that run.resume gets, in what its"
+    " state_dict returns"
 )
 
 

@@ -64,14 +64,14 @@ def test_the_one_who_comes_second_is_told() -> None:
         early.enter(BACKWARD, 3)
         with pytest.raises(UsageError) as raised:
             late.enter(SUM)
-        assert f"rank {late.rank} is in run.sum, and rank {early.rank} in" in str(raised.value)
-        assert "in backward() of step 3: each is an exchange" in str(raised.value)
+        assert f"rank {late.rank} is in run.sum, but rank {early.rank} is in" in str(raised.value)
+        assert "in backward() of step 3: in each of them" in str(raised.value)
 
 
 def test_backward_of_another_step_is_another_exchange() -> None:
     first, second = two_watches()
     first.enter(BACKWARD, 3)
-    with pytest.raises(UsageError, match=r"rank 1 is in backward\(\) of step 4, and rank 0 in"):
+    with pytest.raises(UsageError, match=r"rank 1 is in backward\(\) of step 4, but rank 0 is in"):
         second.enter(BACKWARD, 4)
 
 
@@ -81,7 +81,7 @@ def test_a_process_that_went_on_is_told_of_an_earlier_one() -> None:
         first.enter(BACKWARD, step)
     for step in range(5):
         second.enter(BACKWARD, step)
-    with pytest.raises(UsageError, match=r"rank 1 is in a checkpoint, and rank 0 in backward"):
+    with pytest.raises(UsageError, match=r"rank 1 is in a checkpoint, but rank 0 is in backward"):
         second.enter(CHECKPOINT)
 
 
@@ -114,6 +114,6 @@ def test_a_process_in_another_exchange_is_named(kind: str, exchange: str, tmp_pa
     assert (done.returncode != 0) is bool(exchange), done.stderr
     if exchange:
         (line,) = fatal_lines(done.stderr)
-        assert "each is an exchange among all processes" in line
+        assert "in each of them all processes must take part" in line
         assert exchange in line
         assert ("in a loop over samples" in done.stderr) is ("batch norm" in line)

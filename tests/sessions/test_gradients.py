@@ -341,7 +341,7 @@ def update_statistics(world: World) -> str:
 @pytest.mark.slow
 def test_statistics_of_test_batches_are_refused() -> None:
     for message in on_ranks(2, update_statistics):
-        assert "batch norm in train mode was given a batch of run.test_loader" in message
+        assert "batch norm in train mode got a batch of run.test_loader" in message
 
 
 class Stateful(nn.Module):
@@ -373,4 +373,4 @@ def test_state_that_no_checkpoint_has_is_named(
                 run.mean(losses).backward()
                 optimizer.step()
     error = capfd.readouterr().err
-    assert error.count("model.seen, model.unsaved changed in training and is in no check") == 1
+    assert error.count("model.seen, model.unsaved changed during training but is in no check") == 1

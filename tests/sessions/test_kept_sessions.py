@@ -190,8 +190,11 @@ def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
     with running(tmp_path / "run", env={"PYTHONPATH": str(ROOT)}, command=command) as job:
         assert job.end() == 0, job.said()
         said = job.said()
-    assert said.count("note: ddp_train.session: it takes ") == 1, said
-    assert "of which replay has 4 MiB that are no tensors: one in " in said, said
+    assert (
+        said.count("note: ddp_train.session: to keep a step in memory outside the processes takes ")
+        == 1
+    ), said
+    assert "(replay has 4 MiB that are not tensors), so one step in " in said, said
 
 
 @pytest.mark.parametrize(

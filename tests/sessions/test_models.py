@@ -166,11 +166,17 @@ class TwoLayers(loops.TwoHeads):
 
 
 MISTAKES = [
-    (a_loss_beside_the_mean, "gradients of Sequential from a loss that did not come by run.mean"),
-    (a_model_without_wrap, "trains a model that run.wrap did not get: each process would"),
+    (
+        a_loss_beside_the_mean,
+        "gradients of Sequential from a loss that was not computed by run.mean",
+    ),
+    (a_model_without_wrap, "trains a model, but run.wrap did not get it: each process would"),
     (a_parameter_without_wrap, "has a parameter, [3], that is in no model of run.wrap"),
     (a_model_that_is_not_saved, "a model of run.wrap (TwoLayers) is not among its arguments"),
-    (lambda run: run.wrap(loops.net(), find_unused=True), "find_unused is no option of torch's"),
+    (
+        lambda run: run.wrap(loops.net(), find_unused=True),
+        "find_unused is not an option of torch's",
+    ),
 ]
 
 

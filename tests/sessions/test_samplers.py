@@ -402,12 +402,12 @@ def cycled(run: Any) -> Any:
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (
         loader_by(sampler=range(3), shuffle=True, global_batch_size=2),
-        "run.loader was given shuffle and a sampler",
+        "run.loader got shuffle and a sampler",
     ),
     (loader_by(sampler=range(3)), "run.loader: global_batch_size is missing"),
     (
         loader_by(batch_sampler=[[1]], global_batch_size=2),
-        "run.loader was given batch_sampler and global_batch_size",
+        "run.loader got batch_sampler and global_batch_size",
     ),
     (
         loader_by(sampler=DistributedSampler(data(), 3, 0), global_batch_size=2),
@@ -430,13 +430,13 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         lambda run: run.loader(
             DataLoader(data(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
         ),
-        "its DataLoader has multiprocessing_context='spawn', and loader processes are started by",
+        "its DataLoader has multiprocessing_context='spawn', but loader processes are started by",
     ),
     (
         loop_over(loader_by(global_batch_size=4), loader_by(global_batch_size=4)),
         "run.mean: 2 loaders gave batches in this step",
     ),
-    (cycled, "run.mean: the loader of `of` gave no batch in this step"),
+    (cycled, "run.mean: the loader that was given as of= gave no batch in this step"),
 ]
 
 

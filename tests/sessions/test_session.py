@@ -237,7 +237,7 @@ def test_failures_are_named(folder: Path) -> None:
     assert unequal.returncode == 69
     (line,) = fatal_lines(unequal.stderr)
     assert "run.loader: a digest of the samples is not the same for all processes (rank 0: " in line
-    assert "remedy: give random_split" in unequal.stderr
+    assert "remedy: use a generator with a seed for random_split" in unequal.stderr
     hung = command(folder, "hung", "hang", 1, 5)
     assert hung.returncode == 71
     (line,) = fatal_lines(hung.stderr)
@@ -269,7 +269,9 @@ def test_a_session_joins_torchrun(folder: Path, calm: subprocess.CompletedProces
         == 1
     )
     assert (
-        joined.stderr.count("a failure costs the steps since the last checkpoint: under torchrun")
+        joined.stderr.count(
+            "a failure costs the steps since the last checkpoint, since under torchrun"
+        )
         == 1
     )
 
@@ -318,7 +320,7 @@ def test_after_a_mistake_in_a_notebook_the_next_cell_is_free(
 ) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with (
-        pytest.raises(ConfigError, match="whose loss did not come by run"),
+        pytest.raises(ConfigError, match="whose loss was not computed by run"),
         ddp_train.session(tmp_path, processes=1, device="cpu") as run,
     ):
         _step(lambda run, outputs, targets: (outputs - targets).square().mean())(run)
@@ -438,11 +440,11 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda run: run.loader(rows(), global_batch_size=0), "run.loader: global_batch_size is 0"),
     (
         lambda run: run.test_loader(Endless(), batch_size=4),
-        "run.test_loader: Endless is iterable",
+        "run.test_loader: Endless is an iterable data set",
     ),
     (
         lambda run: run.loader(DataLoader(rows()), global_batch_size=4),
-        "run.loader: it was given a DataLoader",
+        "run.loader got a DataLoader",
     ),
     (
         lambda run: run.test_loader(TensorDataset(torch.empty(0)), batch_size=4),
@@ -462,28 +464,28 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         lambda run: run.resume(
             model=run.wrap(net()), optimizer=torch.optim.SGD(net().parameters(), lr=0.1)
         ),
-        "run.resume: optimizer was built on parameters that are not those of the model",
+        "run.resume: optimizer was built with parameters that are not in the model",
     ),
     (
         lambda run: list(run.loader(rows(), global_batch_size=4)),
         "the loader of run.loader was used outside",
     ),
     (lambda run: run.mean(torch.ones(3)), "run.mean was called outside of a step"),
-    (_zipped, "the batches of run.test_loader were taken over several steps"),
+    (_zipped, "the batches of run.test_loader were taken in several steps"),
     (_after_the_loop, "run.save was used outside of an epoch"),
     (
         _step(lambda run, outputs, targets: (outputs - targets).square().mean()),
-        "whose loss did not come by run.mean",
+        "whose loss was not computed by run.mean",
     ),
     (
         _step(lambda run, outputs, targets: run.mean((outputs - targets).square().mean())),
-        "run.mean: the losses have the shape [], and the batch 4 samples",
+        "run.mean: the losses have the shape [], but the batch has 4 samples",
     ),
     (
         _step(
             lambda run, outputs, targets: run.mean((outputs - targets).square().mean(1)), kept=False
         ),
-        "an optimizer (SGD) that run.resume did not get makes a step",
+        "an optimizer (SGD) makes a step, but run.resume did not get it",
     ),
 ]
 
@@ -513,7 +515,7 @@ def test_arguments_of_a_session_are_checked(
     for arguments, message in [
         ({"processes": 0}, "processes=0 is less than 1"),
         ({"device": "gpu"}, "device='gpu'"),
-        ({"run_dir": tmp_path / "file"}, "is no folder"),
+        ({"run_dir": tmp_path / "file"}, "is not a folder"),
         ({"keep": 0}, "keep=0 is less than 1"),
     ]:
         with (
@@ -525,10 +527,10 @@ def test_arguments_of_a_session_are_checked(
     monkeypatch.setenv("DDP_TRAIN_PROCESSES", "two")
     with pytest.raises(SystemExit), ddp_train.session(tmp_path / "run"):
         pass
-    assert "DDP_TRAIN_PROCESSES=two is no number" in capsys.readouterr().err
+    assert "DDP_TRAIN_PROCESSES=two is not a number" in capsys.readouterr().err
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.delenv("DDP_TRAIN_PROCESSES")
-    in_a_notebook = pytest.raises(ConfigError, match="a notebook or a prompt has none")
+    in_a_notebook = pytest.raises(ConfigError, match="a notebook or a prompt has no script")
     with in_a_notebook, ddp_train.session(tmp_path / "run", processes=2):
         pass
     assert not (tmp_path / "run").exists()
@@ -553,7 +555,9 @@ def test_other_batches_or_objects_on_a_resume_are_refused(
 
     assert again(4, 1) == 75
     assert again(5, None) == 65
-    assert "run.loader changed since: global_batch_size was 4 and is 5" in capfd.readouterr().err
+    assert (
+        "run.loader has changed since: global_batch_size was 4 and is 5" in capfd.readouterr().err
+    )
     assert again(4, None, ema=net()) == 65
     assert "run.resume got ema, optimizer; they differ in ema" in capfd.readouterr().err
 
@@ -624,7 +628,7 @@ def test_test_batches_are_the_same_for_any_number_of_processes(
             assert [len(batch) for batch in batches] == [4, 4, 2]
             torch.testing.assert_close(torch.cat(batches), rows(10).tensors[0][:, 0])
         run._steps.world = World()
-    assert capfd.readouterr().err.count("note: run.test_loader: its batches are 3, and the") == 1
+    assert capfd.readouterr().err.count("note: run.test_loader: there are 3 batches for") == 1
 
 
 @pytest.mark.slow
@@ -663,9 +667,9 @@ def test_a_sum_over_batches_that_every_process_had_is_warned_of(
         for _ in range(2):
             run.sum(3)
         run._steps.world = World()
-    assert (
-        capfd.readouterr().err.count("the sum counts them 2 times: score with run.test_loader") == 1
-    ), "once"
+    assert capfd.readouterr().err.count("the sum counts them 2 times; use run.test_loader") == 1, (
+        "once"
+    )
 
 
 GROWING = '''

@@ -190,7 +190,9 @@ def test_a_loss_for_each_sample_may_have_a_dimension_of_one() -> None:
                 assert run.mean(losses[:, None]).item() == pytest.approx(losses.mean().item())
                 with pytest.raises(UsageError, match="one loss for each pair of them"):
                     run.mean((outputs - labels.double()).square())
-                with pytest.raises(UsageError, match=r"shape \[8, 3\], and the batch 8 samples$"):
+                with pytest.raises(
+                    UsageError, match=r"shape \[8, 3\], but the batch has 8 samples$"
+                ):
                     run.mean(losses.expand(8, 3))
 
 
@@ -234,5 +236,5 @@ def test_a_loop_without_an_optimizer_is_that_of_one() -> None:
         weights = weights - 1e-3 * 2 * (batch @ weights.T * batch).mean(0)
     for found, refusal, warnings in on_ranks(2, updated_by_hand):
         torch.testing.assert_close(found, weights)
-        assert "from a loss that did not come by run.mean" in refusal
+        assert "from a loss that was not computed by run.mean" in refusal
         assert any("not from run.test_loader" in warning for warning in warnings)

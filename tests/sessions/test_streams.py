@@ -391,19 +391,19 @@ MISTAKES: list[tuple[Callable[[Any], None], str]] = [
     ),
     (
         loop_over(dataset=iter([1]), global_batch_size=2),
-        "run.loader: list_iterator is an iterator, used up after one epoch",
+        "run.loader: list_iterator is an iterator, which is empty after one epoch",
     ),
     (
         loop_over(dataset=Stream(SHARED), shuffle=True, global_batch_size=2),
-        "its samples have no numbers, which shuffle, sampler",
+        "and shuffle, sampler",
     ),
     (
         loop_over(dataset=ROWS, split_by_node=True, global_batch_size=2),
-        "run.loader: split_by_node=True is for streams, and Tensor has",
+        "run.loader: split_by_node=True is for streams, but Tensor is",
     ),
     (
         loop_over(dataset=[torch.ones(2)] * 4, split_by_node=True, global_batch_size=2),
-        "run.loader: split_by_node=True is for streams, and list has",
+        "run.loader: split_by_node=True is for streams, but list is",
     ),
 ]
 
@@ -495,7 +495,7 @@ def test_passes_that_differ_by_what_a_stream_keeps_are_noted(
     monkeypatch.setattr("ddp_train.data.sample_stream.TRIAL_SECONDS", 60.0)
     with session_on(ALONE, str(tmp_path)) as run:
         run.loader(stream, global_batch_size=BATCH)
-    note = "gives other samples each time it is begun, by what it keeps itself"
+    note = "gives other samples each time it is iterated"
     assert (note in capfd.readouterr().err) is is_noted
     assert stream.read == 0, "a copy was tried"
 

@@ -91,7 +91,9 @@ def test_a_scheduler_made_later_is_warned_of(caplog: pytest.LogCaptureFixture) -
     parts: list[Any] = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)]
     scheduler = lr_scheduler.SequentialLR(optimizer, parts, [3])
     warn_of_unsaved_schedulers({"optimizer": optimizer}, living_objects())
-    assert caplog.text.count("was made after run.resume") == 1 and "a SequentialLR" in caplog.text
+    assert (
+        caplog.text.count("was created after run.resume") == 1 and "a SequentialLR" in caplog.text
+    )
     caplog.clear()
     warn_of_unsaved_schedulers({"optimizer": optimizer, "scheduler": scheduler}, living_objects())
     assert not caplog.records
@@ -107,7 +109,7 @@ def test_a_scaler_that_is_not_saved_is_refused_in_its_first_step(enabled: bool) 
     saved = {"optimizer": optimizer}
     optimizer.register_step_pre_hook(lambda *_: refuse_unsaved_scaler(saved))
     if enabled:
-        with pytest.raises(UsageError, match=r"a GradScaler that run\.resume did not"):
+        with pytest.raises(UsageError, match=r"a GradScaler makes a step, but run\.resume did not"):
             scaler.step(optimizer)
         saved["scaler"] = scaler  # pyright: ignore[reportArgumentType]
     scaler.step(optimizer)

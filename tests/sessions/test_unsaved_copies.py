@@ -17,7 +17,7 @@ from tests.sessions.loops import BATCH, rows, sgd
 from tests.sessions.moving_copies import Distillation, LikeTimm, follow, net
 from tests.support.session_ranks import session_on
 
-IN_NO_CHECKPOINT = "changed in training and is in no checkpoint"
+IN_NO_CHECKPOINT = "changed during training but is in no checkpoint"
 
 
 class ShadowEma:
@@ -65,26 +65,26 @@ def no_move(*_: Any) -> None: ...
 
 
 MOVING = [
-    (student, follow, "moving (Sequential)", "make it before run.resume", "moving=moving"),
+    (student, follow, "moving (Sequential)", "create it before run.resume", "moving=moving"),
     (
         AveragedModel,
         lambda average, model: average.update_parameters(model),
         "moving (AveragedModel)",
-        "make it",
+        "create it",
         "run.resume(..., moving=moving)",
     ),
     (
         ShadowEma,
         lambda average, model: average.update(model),
         "moving (ShadowEma)",
-        "give ShadowEma state_dict and load_state_dict, make it before",
+        "give ShadowEma state_dict and load_state_dict, create it before",
         "moving=moving",
     ),
     (
         lambda model: Distillation(),
         lambda criterion, model: criterion.move_centre(torch.ones(2, 3).double()),
         "moving (Distillation)",
-        "make it",
+        "create it",
         "moving=moving",
     ),
 ]
