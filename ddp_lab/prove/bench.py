@@ -68,10 +68,9 @@ class Bench:
     @property
     def parts(self) -> dict[str, Any]:
         """The user's objects that take part in a forward pass."""
-        task = self.module.task
         parts: dict[str, Any] = {"model": self.module.model}
         if getattr(self.config.task, "target", None):
-            parts["task"] = getattr(task.loss, "__self__", task)
+            parts["task"] = self.module.task
         return parts
 
     @torch.no_grad()

@@ -674,8 +674,7 @@ def _copies_hook(training: Training) -> CopiesHook | None:
     run = training.run
     holders: dict[str, Any] = {}
     if isinstance(run.config.task, CustomOption):
-        task = training.job.module.task
-        holders["task"] = getattr(task.loss, "__self__", task)  # the user's, which `complete` wraps
+        holders["task"] = training.job.module.task
     for hook in training.user_hooks.hooks:
         if not hasattr(hook.hook, "state_dict"):
             holders[hook.path] = hook.hook

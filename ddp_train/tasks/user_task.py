@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def complete(task: Any) -> Task:
-    """A user's task with what it lacks of `Task`.
+    """Give a user's task what it lacks of `Task`, and return it.
 
     Raises ConfigError if it is not a task. Warns of weights in it that no optimizer has.
     """
@@ -23,13 +24,18 @@ def complete(task: Any) -> Task:
     if problem:
         raise ConfigError([f"task._target_: {problem}"])
     _warn_of_untrained_modules(task)
-    if isinstance(task, Task):
-        return task
-    completed = type(name, (Task,), {})()  # messages have the name that its author knows
-    for part in vars(Task):
-        if not part.startswith("_") and hasattr(task, part):
-            setattr(completed, part, getattr(task, part))
-    return completed
+    for part, value in vars(Task).items():
+        if part.startswith("_") or hasattr(task, part):
+            continue
+        if callable(value):
+            value = MethodType(value, task)
+        try:
+            object.__setattr__(task, part, value)  # a frozen dataclass refuses setattr
+        except AttributeError:
+            rule = f"{name} has __slots__ and lacks {part}"
+            remedy = f"derive it: class {name}(ddp_train.Task)"
+            raise ConfigError([f"task._target_: {rule}; {remedy}"]) from None
+    return task
 
 
 def _problem(name: str, task: Any) -> str:

@@ -17,7 +17,7 @@ from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
 from ddp_train.engine.user_hooks import UserHook, UserHooks
 from ddp_train.errors import ConfigError, StateError
-from tests.support.commands import SMALL, THREE, environment, fatal_lines, run
+from tests.support.commands import SMALL, THREE, environment, fatal_lines, metrics, run
 
 MINE = """
 import json
@@ -95,6 +95,52 @@ def test_hooks_act_when_they_are_due_and_go_on_with_their_state(tmp_path: Path) 
         assert (
             done.returncode == 2 and message in done.stderr and len(fatal_lines(done.stderr)) == 1
         ), done.stderr
+
+
+ANNEALED = """
+class Annealed:
+    step = 0
+
+    def loss(self, model, batch):
+        images, labels = batch
+        return 0 * model(images).sum() + self.step * len(labels), len(labels)
+
+
+class TellStep:
+    def __init__(self, job, run_dir, world):
+        self.job = job
+
+    def __enter__(self):
+        self.act(self.job)
+
+    def __exit__(self, *error):
+        pass
+
+    def due(self, job):
+        return job.step + 1
+
+    def act(self, job):
+        job.module.task.step = job.step
+"""
+
+
+@pytest.mark.slow
+def test_a_hook_tells_the_task_the_step(tmp_path: Path) -> None:
+    (tmp_path / "annealed.py").write_text(ANNEALED)
+    env = environment({"PYTHONPATH": str(tmp_path)})
+    words = [
+        *SMALL,
+        THREE,
+        "task._target_=annealed.Annealed",
+        "hooks=[annealed.TellStep]",
+        f"run_dir={tmp_path}/run",
+        "train.log_every_steps=1",
+    ]
+    for steps in (3, 6):  # the second run resumes
+        done = run(*words, f"train.max_steps={steps}", env=env)
+        assert done.returncode == 0, done.stderr
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert losses == [0, 1, 2, 3, 4, 5]
 
 
 class Acts:
