@@ -49,8 +49,12 @@ class CheckpointWatch:
         self.objects = objects
         self.device = device
         self.keep = keep
-        self.state_at_start: dict[str, str] | None = unsaved_state(module, objects)
-        """None once it was compared."""
+        self.state_at_start = unsaved_state(module, objects)
+        self.state_before: dict[str, str] | None = self.state_at_start
+        """The state with which the first batch of an epoch began: in the first epoch that at start.
+        None between an epoch's end and the next one's first batch."""
+        self.told: set[str] = set()
+        """Attributes that were named."""
         self.has_warned_of_ranks = False
         """State was named that is not the same on all processes."""
         self.may_differ_in_batch_norm = False
@@ -83,21 +87,30 @@ class CheckpointWatch:
                 self.keep,
             )
 
+    def begin_epoch(self) -> None:
+        """Note what no checkpoint holds, before the first batch of an epoch.
+
+        What the loop sets earlier in each epoch is no loss: a resumed run sets it again.
+        """
+        if self.state_before is None:
+            self.state_before = unsaved_state(self.module, self.objects)
+
+    def end_epoch(self) -> None:
+        """Name what an epoch has changed and no checkpoint holds. A collective."""
+        self.warn_of_unsaved_state()
+        self.state_before = None
+
     def warn_of_unsaved_state(self) -> None:
-        """Name once what models and optimizers have changed and no checkpoint holds.
+        """Name once what models and optimizers have changed in the epoch and no checkpoint holds.
 
         A collective.
         """
-        before = self.state_at_start
-        if before is None:
-            return
-        self.state_at_start = None
-        now = unsaved_state(self.module, self.objects)
-        names = [
-            path
-            for path in changed(before, now)
-            if before.get(path, "None") != "None"  # a cache that was filled
-        ]
+        now: dict[str, str] = {}
+        names: list[str] = []
+        if self.state_before is not None:
+            now = unsaved_state(self.module, self.objects)
+            names = self._not_told(changed(self.state_before, now))
+        self.told |= set(map(_attribute_of, names))
         digests = {name: now.get(name) for name in sorted(names)[:MOST_NAMES]}
         of_ranks = texts_from_all_ranks(json.dumps(digests), self.device)
         if names:
@@ -108,6 +121,15 @@ class CheckpointWatch:
                 _places_of(digests),
                 f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
             )
+
+    def _not_told(self, paths: list[str]) -> list[str]:
+        """The paths that were not told before, without those of caches that were filled."""
+        return [
+            path
+            for path in paths
+            if self.state_at_start.get(path, "None") != "None"
+            and _attribute_of(path) not in self.told
+        ]
 
     def _buffers_apart(self, buffers: Tensor, buffers_of_copies: Tensor) -> list[BufferOfRanks]:
         """The floating-point buffers of models and copies that differ between processes."""
@@ -153,6 +175,11 @@ class CheckpointWatch:
                 )
             listed = ", ".join(names[:MOST_NAMES])
             log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
+
+
+def _attribute_of(path: str) -> str:
+    """The path of the attribute that an item belongs to."""
+    return path.partition("[")[0]
 
 
 def _places_of(names: Iterable[str]) -> str:

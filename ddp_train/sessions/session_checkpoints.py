@@ -217,7 +217,8 @@ class SessionCheckpoints:
         check_same_weights(module)
         self.checkpoint_watch.warn_of_nan(position.step)
         gradients = exchanged(module, watch.wanted(module.named_parameters()))
-        self.checkpoint_watch.warn_of_unsaved_state()
+        if position.batch:
+            self.checkpoint_watch.warn_of_unsaved_state()
         with (
             averaged_buffers(module, keep_if_alike=True) as buffers,
             averaged_buffers(self.copies_here(), keep_if_alike=True) as buffers_of_copies,

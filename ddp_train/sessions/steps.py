@@ -153,6 +153,7 @@ class Steps:
             meet(END_OF_EPOCH, self.device)
             self.updates.check_same_number()
             self.watches.end_epoch(self.device)
+            saving.checkpoints.checkpoint_watch.end_epoch()
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(saving.checkpoints.objects, self.device)
             position.end_epoch()
@@ -179,6 +180,8 @@ class Steps:
 
     def begin_pass(self) -> None:
         """Called where a loader begins a pass over its data, before it takes any."""
+        if self.saving:
+            self.saving.checkpoints.checkpoint_watch.begin_epoch()
         if self.epoch_beginning and self.loop.open_epoch:
             is_resumed = self.loop.open_epoch.first_batch > 0
             self.epoch_beginning.see_first_batch(self.loop.position.epoch, is_resumed)
@@ -218,6 +221,7 @@ class Steps:
         self.watches.end_epoch(self.device)
         self.numbers.flush(self.loop.position.step, self.loop.epochs_begun)
         if self.loop.open_epoch and self.saving:
+            self.saving.checkpoints.checkpoint_watch.end_epoch()
             for loader in self.loaders.current:
                 loader.place.reopen(self.loop.position.step)
             if self.loop.open_epoch.is_complete:

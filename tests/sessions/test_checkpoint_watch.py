@@ -56,9 +56,15 @@ class Saved(Preconditioned):
         super().load_state_dict(state_dict)
 
 
-def told(world: World, kind: type[Preconditioned]) -> list[str]:
+def messages_of_watch() -> list[str]:
+    """The list of what the watch will tell."""
     messages: list[str] = []
     checkpoint_watch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    return messages
+
+
+def told(world: World, kind: type[Preconditioned]) -> list[str]:
+    messages = messages_of_watch()
     with session_on(world) as run:
         layers = net()
         model = run.wrap(layers)
@@ -79,3 +85,53 @@ def test_an_optimizer_with_a_hook_is_told_by_what_it_saves(
 ) -> None:
     leader, *_ = on_ranks(3, told, kind)
     assert leader == messages
+
+
+class Late(nn.Module):
+    """A model whose attributes are set at several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.is_frozen = False
+        self.temperature = 0.0
+        self.count = 0
+        self.outputs: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.outputs = self.layers(inputs).squeeze(1)
+        return self.outputs
+
+
+def told_by_epochs(world: World, save_every: int) -> list[tuple[int, str]]:
+    """What is told of a loop of four epochs, with the epochs that had begun by then."""
+    messages = messages_of_watch()
+    told: list[tuple[int, str]] = []
+    with session_on(world) as run:
+        late = Late()
+        model = run.wrap(late)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loader = run.loader(rows(), global_batch_size=6)
+        run.resume(model=model, optimizer=optimizer)
+        for epoch in run.epochs(4, save_every=save_every):
+            told += [(epoch, text) for text in messages]
+            messages.clear()
+            late.temperature = float(epoch)
+            for x, y in loader:
+                optimizer.zero_grad()
+                run.mean((model(x) - y).square()).backward()
+                optimizer.step()
+                late.count += epoch == 2
+            if epoch > 0:
+                late.is_frozen = True
+    return told + [(4, text) for text in messages]
+
+
+@pytest.mark.parametrize("save_every", [1, 4])
+def test_an_attribute_that_changes_late_is_told_in_its_epoch(save_every: int) -> None:
+    """Not one that the beginning of each epoch sets, and the outputs of a pass."""
+    leader, *_ = on_ranks(3, told_by_epochs, save_every)
+    assert [(epoch, text.partition(" changed")[0]) for epoch, text in leader] == [
+        (2, "model.is_frozen"),
+        (3, "model.count"),
+    ]
