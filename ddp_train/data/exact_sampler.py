@@ -25,7 +25,8 @@ class ExactSampler(Sampler[int]):
 
     dataset: a map-style data set, of which only the length is used.
     num_replicas: number of processes; None for the size of the process group, or 1 without one.
-    rank: number of this process, from 0; None for its rank in the process group, or 0 without one.
+    rank: number of this process, from 0; None for torch.distributed.get_rank(), or 0 without a
+            process group.
     shuffle: False keeps the order of the data set in every epoch.
     seed: int, the same on every process.
     drop_last: leave out the last samples if they cannot be divided evenly.

@@ -29,8 +29,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     of the sum over all rows.
 
     Nothing is collected on one process, or outside of a training step, as in an evaluation: `rows`
-    is `tensor` itself. In an evaluation one process computes each batch, and the batches are the
-    same on any number of processes.
+    is `tensor` itself. In an evaluation each batch is computed by one process, and the batches are
+    the same on any number of processes.
 
     Raises ConfigError if the rows of all processes are not the global batch: with accumulation,
     with strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError while a step is

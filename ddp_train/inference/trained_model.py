@@ -68,7 +68,7 @@ class Trained(nn.Module):
 
         sample: for image data sets, a path, a PIL image, or pixels: [h, w], [h, w, c] or [c, h, w],
             uint8, or floats from 0 to 1. For data=text, a str. For a data set of your own, the
-            argument of its `data.test_transform`, or the path of an image.
+            path of an image, or any object that the run's `data.test_transform` takes.
         """
         return self._to_input(sample)
 

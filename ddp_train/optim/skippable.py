@@ -32,8 +32,9 @@ class SkippableOptimizer(Optimizer):
         closure: as in torch's optimizers: called first, with gradients enabled, to compute the
             loss.
 
-        Returns the result of `closure`, or None without one. Raises RuntimeError if a GradScaler
-        has not unscaled the gradients: call `scaler.unscale_(optimizer)` before.
+        Returns the result of `closure`, or None without one. Raises RuntimeError if a
+        GradScaler calls it with gradients that are still scaled: call
+        `scaler.unscale_(optimizer)` before `scaler.step(optimizer)`.
         """
         if getattr(self, "grad_scale", None) is not None:  # GradScaler has set it
             raise RuntimeError(

@@ -36,7 +36,7 @@ class RunFailedError(RuntimeError):
         self.kind = failure.get("kind")
         """The kind of failure, such as `oom` (docs/operate/failures.md); None if unknown."""
         self.remedy = failure.get("remedy")
-        """What to do about it, a text; None if unknown."""
+        """A text that says how to mend the cause; None if unknown."""
         super().__init__(failure.get("detail", f"the run ended with exit code {exit_code}"))
 
 
@@ -45,9 +45,10 @@ class Result:
     """The result of `ddp_train.run`."""
 
     run_dir: Path
-    """The folder of the run."""
+    """The folder of the run, a Path."""
     summary: dict[str, Any] = field(repr=False)
-    """The content of summary.json. Its `status` is `completed` or, after a stop, `preempted`."""
+    """The content of summary.json, a dict. Its `status` is `completed`, or `preempted` after a
+    stop."""
     trusted_modules: list[str] = field(default_factory=list, repr=False)
     """Your own packages that the overrides named; `model` may import them."""
 
@@ -68,9 +69,9 @@ class Result:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The path of the last checkpoint; None if there is none.
+        """The Path of the last checkpoint; None if there is none.
 
-        In a run that evaluated, predicted or exported, it is the checkpoint that the run loaded.
+        For a run that evaluated, predicted or exported: the Path of the checkpoint that it loaded.
         """
         evaluated = self.summary.get("evaluated") or {}
         path = self.summary.get("checkpoint") or evaluated.get("path")
@@ -80,8 +81,8 @@ class Result:
         """Load the trained model, in eval mode, on the CPU.
 
         which: the checkpoint to load: `best`, `last`, or `auto`: the best if it was kept, else the
-            last. Ignored in a run that evaluated, predicted or exported: the checkpoint is the one
-            that it loaded.
+            last. For a run that evaluated, predicted or exported it is ignored: the checkpoint
+            that this run loaded is loaded again.
 
         Returns a `Trained`, as `ddp_train.load` does. Raises DataError if there is no such
         checkpoint.

@@ -407,10 +407,10 @@ def log(
 ) -> None:
     """Log a number of your own: in the loss of a task, in a model, or in a hook.
 
-    It appears in metrics.jsonl, on the page of the run, in trackers, and in `ddp-train compare` and
-    `watch`. At each logging interval there is one number, computed over all samples of all
-    processes since the last one. A call neither communicates nor waits for the device. In
-    evaluations calls have no effect: return numbers from `score` instead.
+    The number appears in metrics.jsonl, on the page of the run, in trackers, and in `ddp-train
+    compare` and `watch`. Each line of metrics.jsonl has one, computed over all samples of all
+    processes since the line before. A call neither communicates nor waits for the device. In
+    evaluations calls have no effect: return numbers from `Task.score` instead.
 
     name: slashes make groups, for example vae/kl.
     values: the numbers of this process: a tensor [n, ...] with one per sample or token, which are
@@ -419,8 +419,9 @@ def log(
     how: `mean`; `sum`, which adds all values up; or `last`, the newest value, which must be the
         same on all processes, as a temperature is.
 
-    Raises LogError for a name that metrics.jsonl has already, in a step for the mean of a single
-    number without `over`, and while a step is captured as a CUDA graph.
+    Raises LogError for a name that is a key of metrics.jsonl itself, such as `step`; for a single
+    number in a training step with how="mean" and without `over`; and while a step is captured as a
+    CUDA graph.
     """
     _log(name, values, over, how)
 

@@ -33,12 +33,12 @@ class Task:
     """The task of a model: the loss and the scores of a batch.
 
     A class of your own needs only the methods that it changes, and need not derive from Task:
-    missing methods and attributes are taken from here.
+    Task's own methods and attributes stand in for those that it lacks.
 
     Each process calls the methods with the model and with a part of the global batch, a
-    micro-batch. A run minimises the sum of the losses divided by the number of units (samples,
-    tokens, pixels), both added up over the global batch. So the numbers of processes and
-    micro-batches do not change the result.
+    micro-batch. The sum of the losses and the number of units (samples, tokens, pixels) are added
+    up over all micro-batches of all processes. A run minimises their quotient, which does not
+    depend on the numbers of processes and micro-batches.
     """
 
     unit: str = "unit"
@@ -82,8 +82,9 @@ class Task:
     def predict(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return (outputs, targets) of one batch, for the metrics of `metrics=[...]`.
 
-        Each is a tensor with one row per sample, a list with one entry per sample, or a dict or
-        tuple of these. For example, the boxes of images are a list with one dict per image.
+        Outputs, and likewise targets, are a tensor with one row per sample, a list with one entry
+        per sample, or a dict or tuple of these. For example, the boxes of images are a list with
+        one dict per image.
 
         model: the model, in eval mode.
         batch: as in `loss`.
@@ -103,8 +104,9 @@ class Task:
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         """Return the columns that mode=predict writes for one batch, {name: tensor [n, ...]}.
 
-        Each has one row per sample. By default they are `output` and `target`, as `predict` returns
-        them. `Trained.predict` needs an override, and calls it with the inputs alone as the batch.
+        By default there are two columns, `output` and `target`, which are what `predict` returns.
+        `Trained.predict` works only for a class that overrides this method: it passes the inputs
+        alone as `batch`, without targets.
 
         model: the model, in eval mode.
         batch: as in `loss`.
@@ -115,7 +117,7 @@ class Task:
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         """Compute additional metrics from those of a whole evaluation: a root, an exponential.
 
-        scores: {metric: value}, after the sums of all processes were divided.
+        scores: {metric: value}: the sum over all processes divided by the weight over all.
 
         Returns {metric: value} of the additional metrics only.
         """

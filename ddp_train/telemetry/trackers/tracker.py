@@ -40,15 +40,15 @@ class Tracker(ABC):
     `key: '${oc.env:NAME}'`, which is read when the object is made.
 
     In a run by config only rank 0 makes the object, in its main thread before training begins. A
-    separate thread for each tracker then calls its
-    methods in this order: `open`; `last_step` if an earlier process had opened this run; `write`
-    for each line of metrics.jsonl; `close`. Training never waits for them. An exception in them
-    does not end training: it is reported once, and the call is repeated with the next line.
+    thread of its own then calls the tracker's methods in this order: `open`; `last_step` if an
+    earlier process had opened this run; `write` for each line of metrics.jsonl; `close`. Training
+    never waits for these methods. If one raises an exception, training continues: the exception is
+    reported once, and the call is repeated with the next line.
     """
 
     package: ClassVar[str | None] = None
-    """The Python package that the tracker needs; None for none. A run is refused if it is not
-    installed. Import it in `open`, not at the top of the module."""
+    """The Python package that the tracker needs; None for none. If it is not installed, a run is
+    refused before it starts. Import it in `open`, not at the top of the module."""
     environment: ClassVar[Mapping[str, str]] = {}
     """{variable: value} to set in the environment before `open`, unless it is set already."""
     left_by_runs: ClassVar[tuple[str, ...]] = ()
@@ -69,10 +69,10 @@ class Tracker(ABC):
         """
 
     def last_step(self) -> float:
-        """Return the last step that the tracker has stored. Lines of later steps are sent again.
+        """Return the last step that the tracker has stored.
 
-        It is called after `open` in a process that continues a run. By default no line is sent
-        again.
+        It is called after `open` in a process that continues a run, and lines of later steps are
+        then sent again. By default none is.
         """
         return math.inf
 
@@ -80,7 +80,7 @@ class Tracker(ABC):
     def write(self, step: int, scalars: Scalars) -> None:
         """Store the numbers of one line of metrics.jsonl.
 
-        step: number of optimizer steps done when they were measured; it never decreases.
+        step: number of optimizer steps done when the numbers were measured; it never decreases.
         scalars: {name: finite number}, with names such as `train/loss`.
         """
 
