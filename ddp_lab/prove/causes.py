@@ -24,8 +24,8 @@ SUMS = (
     " from the batch"
 )
 PADDING = (
-    "mask what pads, or pack the sequences, in model and loss; or pad all samples to one length:"
-    " the longest of a micro-batch is another one on another number of processes"
+    "mask the padding, or pack the sequences, in model and loss; or pad all samples to one length,"
+    " since the longest of a micro-batch depends on the number of processes"
 )
 UNITS = (
     "return the number of what the losses are summed over: it must add up over the parts of a batch"
@@ -130,10 +130,10 @@ class Divided:
         if losses_differ:
             return self._mean()
         text = (
-            "the losses add up, the gradients do not: a backward pass of its own, or a layer that"
-            " could not be watched"
+            "the losses add up, but the gradients do not: the cause is a backward pass of its own,"
+            " or a layer that could not be watched"
         )
-        remedy = "look at autograd functions and hooks of the model; try parts of it by themselves"
+        remedy = "look at autograd functions and hooks of the model; try parts of it separately"
         return Cause("unknown", text, remedy)
 
     def _differ(self, value: float, reference: float) -> bool:
@@ -156,10 +156,10 @@ class Divided:
 
     def _padding(self) -> Cause:
         text = (
-            "the result depends on how a batch is put together (padding to its longest sample,"
-            f" say): the loss is {self.whole.loss:.6g} for the whole global batch, the same for its"
-            f" parts if they are cut from it, and {self.parts.loss:.6g} if each part is put"
-            " together by itself"
+            "the result depends on how a batch is put together (for example padding to its longest"
+            f" sample): the loss is {self.whole.loss:.6g} for the whole global batch and for parts"
+            f" that are cut from it, but {self.parts.loss:.6g} for parts that are put together"
+            " separately"
         )
         return Cause("padding", text, PADDING)
 
@@ -179,20 +179,21 @@ class Divided:
     def _mixing(self, culprit: Culprit) -> Cause:
         layer = f"the layer {culprit.name}" if culprit.name else "the model's own forward"
         text = (
-            f"{layer} mixes the samples of a micro-batch: what it gives for one depends on the"
-            " others beside it"
+            f"{layer} mixes the samples of a micro-batch: its output for one sample depends on the"
+            " others"
         )
         remedy = (
-            "compute it for each sample by itself; of all processes' rows: ddp_train.all_gather"
+            "compute it for each sample separately, or from the rows of all processes"
+            " (ddp_train.all_gather)"
         )
         return Cause("mixing", text, remedy)
 
     def _mean(self) -> Cause:
         parts = counted(len(self.parts.forwards), "part")
         text = (
-            f"the loss is no sum over its units: {self.whole.loss:.6g} of the whole global batch,"
-            f" {self.parts.loss:.6g} as the sum of its {parts}; it averages, or is weighted, per"
-            " micro-batch"
+            f"the loss is not a sum over its units: {self.whole.loss:.6g} for the whole global"
+            f" batch, but {self.parts.loss:.6g} as the sum of its {parts}; it is averaged, or"
+            " weighted, per micro-batch"
         )
         return Cause("mean", text, SUMS)
 
@@ -222,8 +223,8 @@ def outside_generator(model: nn.Module, generator: str, layer: str) -> Cause:
         kind = type(model.get_submodule(layer)).__name__
         where = f"the layer {layer} ({kind})"
     text = (
-        f"{where} draws from {generator} generator, which no step seeds: others on each process and"
-        " after a resume"
+        f"{where} draws from {generator} generator, which is not seeded in each step: its numbers"
+        " differ between processes and after a resume"
     )
     return Cause("randomness", text, SEEDED_DRAWS)
 
@@ -232,7 +233,7 @@ def unrepeatable(asked: list[str]) -> Cause:
     """The same samples, weights and seed give something else. asked: see `unseeded`."""
     text = "the same samples, weights and seed give other gradients the second time"
     if asked:
-        text += f": model or loss ask {listed(asked)}"
+        text += f": model or loss use {listed(asked)}"
     else:
         text += ", and no state was seen that changes"
     return Cause("randomness", text, SEEDED_MODEL)
@@ -240,7 +241,7 @@ def unrepeatable(asked: list[str]) -> Cause:
 
 def hidden_state(names: str) -> Cause:
     """State that decides a result, and that no checkpoint has."""
-    text = f"{names} changes in forward passes, and with it the gradients of the same samples"
+    text = f"{names} changes in forward passes, and so do the gradients of the same samples"
     remedy = (
         "keep it in a buffer (register_buffer), which checkpoints have; or compute it from the"
         " batch alone"
@@ -251,11 +252,11 @@ def hidden_state(names: str) -> Cause:
 def state_in_buffers(names: list[str]) -> Cause:
     """State that forward passes change, one after the other, on each process by itself."""
     text = (
-        f"forward passes change {listed(names)}, and the next one gives another loss by it: it has"
-        " changed more often after several micro-batches, and on each process by its own samples"
+        f"forward passes change {listed(names)}, and the loss depends on it: it changes in each"
+        " micro-batch, and on each process by its own samples"
     )
     remedy = (
-        "change it once in a step, by what all processes have alike (ddp_train.all_gather); or"
+        "change it once in a step, by the samples of all processes (ddp_train.all_gather), or"
         " compute it from the batch alone"
     )
     return Cause("state", text, remedy)
@@ -273,35 +274,40 @@ def of_samples(where: str, asked: list[str], changed_state: list[str]) -> Cause:
     """
     text = f"{where}: the same sample of the same epoch is another tensor the second time"
     if asked:
-        return Cause("randomness", f"{text}; it asks {listed(asked)}", SEEDED_DATA)
+        return Cause("randomness", f"{text}; it uses {listed(asked)}", SEEDED_DATA)
     if changed_state:
         remedy = (
-            "a sample must depend on its number, the epoch's draws and nothing that calls leave"
-            " behind"
+            "let a sample depend on its number and on seeded random numbers alone, not on earlier"
+            " calls"
         )
         return Cause("state", f"{text}; {listed(changed_state)} changes with each call", remedy)
-    return Cause("randomness", f"{text}, by numbers that nobody has seeded", SEEDED_DATA)
+    return Cause("randomness", f"{text}, by random numbers without a seed", SEEDED_DATA)
 
 
 def same_in_each_epoch(where: str, changed_state: list[str]) -> Cause:
     """Why augmentation that should draw anew in each epoch does not."""
     if changed_state:
         text = (
-            f"{where} draws random numbers, and gives each sample the same in every epoch: it keeps"
-            f" what it has drawn ({listed(changed_state)})"
+            f"{where} draws random numbers, but gives each sample the same in every epoch: it"
+            f" stores what it has drawn ({listed(changed_state)})"
         )
-        return Cause("state", text, "keep samples before they are augmented")
-    text = f"{where} seeds a generator itself: each sample is augmented alike in every epoch"
+        return Cause("state", text, "store samples before they are augmented")
+    text = (
+        f"{where} seeds a generator itself: each sample is augmented in the same way in every epoch"
+    )
     remedy = "leave seeding to ddp-train, which does it by seed, epoch and sample"
     return Cause("randomness", text, remedy)
 
 
 def of_batch_size(scores: str) -> Cause:
     """A score that depends on train.evaluate_batch_size. scores: both, in words."""
-    text = f"{scores}: it is averaged by batch, or a sample's depends on the others in its batch"
+    text = (
+        f"{scores}: it is averaged per batch, or the score of a sample depends on the others in"
+        " its batch"
+    )
     remedy = (
         "return sums and numbers of units from score(), and derive a ratio from their totals"
-        " (docs/guides/tasks.md); mask what pads a batch"
+        " (docs/guides/tasks.md); mask the padding of a batch"
     )
     return Cause("batches", text, remedy)
 
@@ -318,7 +324,7 @@ def of_evaluation(metric: str, generator: str, asked: list[str], changed_state: 
         text += f": {generator} generator is drawn from while a set is scored"
         return Cause("randomness", text, "draw nothing in eval mode")
     if asked:
-        text += f": model, data set or score ask {listed(asked)}"
+        text += f": model, data set or score use {listed(asked)}"
         return Cause("randomness", text, SEEDED_MODEL)
     if changed_state:
         text += f": {listed(changed_state)} changes while a set is scored"

@@ -53,7 +53,7 @@ def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -
     # if two digests of one object differ, `augmentation` says why
     if digests(again) != digests(source) == digests(source):
         data_set = _described(source)
-        detail = f"{data_set} has other samples, or in another order, when it is made again"
+        detail = f"{data_set} has other samples, or another order, when it is created again"
         return causes.finding(Cause("randomness", detail, MAKE_THEM_ALIKE))
     once = ""
     if plan.weights is None and plan.sampled is None:
@@ -131,10 +131,13 @@ def _training_samples(
     asked = unseeded(fetches.fetched)
     if asked:
         detail = (
-            f"{_described(source)} asks {causes.listed(asked)}; {samples} were the same all the"
-            " same, in this process"
+            f"{_described(source)} uses {causes.listed(asked)}, but {samples} were the same in"
+            " this process"
         )
-        remedy = "make a sample of its number and the draws of torch, numpy and random alone"
+        remedy = (
+            "let a sample depend on its number and on random numbers of torch, numpy and random"
+            " alone"
+        )
         return warning(detail, remedy)
     detail = f"{samples}, fetched in two orders: the same"
     later = (replace(fetches, epoch=epoch).fetched() for epoch in range(1, EPOCHS))

@@ -84,7 +84,8 @@ class GradientChecks:
             return [self.deadline.check(WHOLE, whole), self.deadline.check(UNEVEN, uneven)]
         except GathersError:
             return _not_compared(
-                "the loss takes rows of all processes (all_gather): real processes show it, below"
+                "not known from one process, for the loss takes rows of all processes"
+                " (all_gather); see the real processes below"
             )
 
     def divided(self, step: int, divisions: tuple[tuple[int, int], ...], unit: str = "") -> Finding:
@@ -96,8 +97,8 @@ class GradientChecks:
         if causes.batch_norms(self.bench.module.model):
             if self.bench.synchronises_batch_norm:
                 return skipped(
-                    "batch norm over all processes (strategy.sync_bn): real processes show it,"
-                    " below"
+                    "not known from one process, for batch norm is over all processes"
+                    " (strategy.sync_bn); see the real processes below"
                 )
             # statistics are of a micro-batch: the real runs have the accumulation of the job
             divisions = tuple(division for division in divisions if division[1] == 1)
@@ -176,7 +177,7 @@ class GradientChecks:
         asked = unseeded(lambda: self.division.compute(0))
         if difference > self.tolerance and (asked or not self.changed_state):
             return causes.finding(causes.unrepeatable(asked), difference, self.tolerance)
-        detail = "model and loss draw none but torch's"
+        detail = "model and loss draw from torch's generator alone"
         if self.division.met:
             met = ", ".join(sorted(self.division.met))
             detail += f"; {met}, seeded for each process and step"

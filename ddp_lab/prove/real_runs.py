@@ -36,11 +36,10 @@ from ddp_train.text import counted
 LEFT_OUT = "prove.runs=false"
 OTHER_DATA = ("changed since the checkpoint", "a digest of the samples")
 """Parts of the error of a run whose samples are not those of the checkpoint, or of a process."""
-DATA_MADE_ANEW = (
-    "the data set has other samples, or in another order, in a process that is started anew"
-)
+DATA_MADE_ANEW = "the data set has other samples, or another order, in a new process"
 MAKE_THEM_ALIKE = (
-    "sort what comes out of a set; draw with a generator of a fixed seed when the data set is made"
+    "sort what is read from a set, and use a generator with a fixed seed when the data set is"
+    " created"
 )
 SAME_REASON = "it would fail for the same reason as: "
 PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused parameters")
@@ -143,7 +142,10 @@ class RealRuns:
         if relative <= allowed and not ranks_differ and one.keys() == many.keys():
             return ok(f"{counted(len(many), 'parameter')} over gloo", **numbers)
         names = [*ranks_differ, *(difference.name for difference in differences), ""]
-        detail = f"real processes compute other gradients than one does in turns: {names[0]}"
+        detail = (
+            "real processes compute other gradients than one process that takes their parts in"
+            f" turn: {names[0]}"
+        )
         warned = [finding.check for finding in self.examined.findings if finding.status == WARNING]
         if warned:
             detail += f"; see {' and '.join(warned)}"
@@ -186,8 +188,8 @@ class RealRuns:
             f" ({name})"
         )
         remedy = (
-            "keep what decides a result where checkpoints have it: in parameters, buffers, the"
-            " state_dict() of a hook; draw random numbers with torch in a model or loss"
+            "keep what the result depends on in parameters, buffers or the state_dict() of a hook;"
+            " draw random numbers with torch in a model or loss"
         )
         return failure(detail, remedy, cause="state", found=relative, allowed=0)
 
@@ -245,7 +247,7 @@ class RealRuns:
         numbers: dict[str, Any] = {"found": worst, "allowed": allowed}
         if worst <= allowed:
             return ok(f"{before.get('samples')} samples", **numbers)
-        detail = f"{metric} is another one than on two processes"
+        detail = f"{metric} is not the same as on two processes"
         remedy = "compute the score of a batch from that batch and the weights alone"
         return failure(detail, remedy, cause="process", **numbers)
 

@@ -70,7 +70,7 @@ def report(findings: Sequence[Finding], run_dir: Path, seconds: float, command: 
     console.print(table(findings))
     console.print(f"{result}: {_summary(counts)}, {seconds} s", soft_wrap=True)
     if result != BROKEN and counts[SKIPPED]:
-        console.print("what was skipped is not proved", soft_wrap=True)
+        console.print("skipped checks are not proved", soft_wrap=True)
     values = {
         "status": result,
         "exit_code": code,
@@ -127,7 +127,7 @@ def _page(findings: Sequence[Finding], result: str, command: str) -> Report:
         for finding in findings
     ]
     columns = ["check", "status", "found", "allowed", "what was found", "remedy"]
-    note = "found: the largest relative difference. What was skipped is not proved."
+    note = "found: the largest relative difference. Skipped checks are not proved."
     if result == INCOMPLETE:
         intro = "The answer is incomplete: the time was over."
     else:

@@ -30,18 +30,18 @@ MOST_SHOWN = 5
 LAST_LINES = 20
 USE = "use it as ddp-train prove train.py [ARGUMENT ...], or -m MODULE, as python takes them"
 ROUNDING_OF_FLOAT32 = 1e-5
-IN_FLOAT32 = "so little may be the rounding of a part that is in float32 beside float64"
+IN_FLOAT32 = "so small a difference may be rounding, if a part of the model is in float32"
 DRAWN = (
-    "it draws random numbers by process, so nothing is known: draw by ddp_train.dropout and"
-    " noise_like, or turn it off for this command"
+    "each process draws its own random numbers, so nothing is known: use ddp_train.dropout and"
+    " noise_like, or turn them off for this command"
 )
 CAUSES = (
-    "what the loop computes over its batch (a mean, topk, argmax, roll, negatives, a queue, padding"
-    " to the largest) is over the samples of one process: rows, own = ddp_train.all_gather(rows)"
-    " gives all of them"
+    "a result over the batch (a mean, topk, argmax, roll, negatives, a queue, padding to the"
+    " largest) is over the samples of one process: rows, own = ddp_train.all_gather(rows) gives"
+    " those of all"
 )
 DRAWN_WITHOUT_EFFECT = (
-    "it also draws random numbers by process; with others its result was the same"
+    "each process also draws its own random numbers; with others the result was the same"
 )
 
 
@@ -112,7 +112,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
     if first.startswith("-"):
         if first == "-m" and len(arguments) > 1:
             return
-        raise ConfigError([f"prove: {first} is no script; {USE}"])
+        raise ConfigError([f"prove: {first} is not a script; {USE}"])
     if not Path(first).is_file():
         hint = ""
         if "=" in first:
@@ -163,8 +163,8 @@ def run_script(
     record = read(file) if file.exists() else None
     if record is None or not any(name.startswith("update") for name in record.arrays):
         raise RunFailedError(
-            f"{where} no update was seen: prove is for a script whose ddp_train.session trains a"
-            " model by an optimizer that run.resume got",
+            f"{where} no update was seen: prove needs a script with a ddp_train.session that"
+            " passes its optimizer to run.resume",
             DIFFERS,
         )
     return record
@@ -243,8 +243,7 @@ def verdict(differences: Sequence[Difference], cause: str, allowed: float) -> st
     if worst <= allowed:
         return (
             f"the same on {several} as on 1: the gradients of {_updates_in(differences)} differ by"
-            f" {worst:.1e} at most, which is rounding; what acts later, and scores, were not"
-            " compared"
+            f" {worst:.1e} at most, which is rounding; later steps and scores were not compared"
         )
     beyond = [difference for difference in differences if difference.share > allowed]
     lines = [

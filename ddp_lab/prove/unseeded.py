@@ -23,7 +23,7 @@ _OUTSIDE: dict[Any, str] = {
     time.perf_counter: "the clock (time.perf_counter)",
     time.monotonic: "the clock (time.monotonic)",
     id: "the address of an object (id)",
-    hash: "hash(), which for texts is another in each process",
+    hash: "hash(), which for texts differs between processes",
     os.getpid: "the process number (os.getpid)",
     os.urandom: "random numbers of the operating system",
     threading.get_ident: "the thread number",

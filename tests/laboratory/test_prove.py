@@ -68,7 +68,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"model": "CountingInBuffer"},
         "state",
         "gradients",
-        "forward passes change calls, and the next one gives another loss by it",
+        "forward passes change calls, and the loss depends on it",
     ),
     "a global count": (
         {"model": "Global"},
@@ -105,13 +105,13 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"data": "Shuffled"},
         "randomness",
         "order of samples",
-        "when it is made again",
+        "when it is created again",
     ),
     "a mean in the loss": (
         {"task": "Averaging"},
         "mean",
         "gradients",
-        "the loss is no sum over its units",
+        "the loss is not a sum over its units",
     ),
     "units do not add up": (
         {"task": "Rounding"},
@@ -137,7 +137,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"data": "Cached", "transform": []},
         "state",
         "augmentation",
-        "keeps what it has drawn (Cached.cache",
+        "stores what it has drawn (Cached.cache",
     ),
     "own generator": (
         {"transform": ["Keep", "OwnGenerator"]},
@@ -174,7 +174,7 @@ def test_hash_without_effect_is_a_warning(
     (warned,) = [one for one in found.findings if one.status != "ok"]
     assert (warned.check, warned.status) == ("augmentation", "warning")
     assert (
-        "the data set Hashed asks hash(), which for texts is another in each process, planted.py:"
+        "the data set Hashed uses hash(), which for texts differs between processes, planted.py:"
         in warned.detail
     )
 

@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_there_or_not_finite_differs() -> None:
         ([], "no script named"),
         (["missing.py"], "there is no script missing.py"),
         (["experiment=mine"], "mode=prove in place of prove"),
-        (["--fast"], "--fast is no script"),
+        (["--fast"], "--fast is not a script"),
     ],
 )
 def test_what_is_no_script_is_refused(arguments: list[str], problem: str) -> None:
