@@ -24,6 +24,8 @@ class LivingObjects:
     modules: list[nn.Module] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
     """Objects that may hold averages of weights, and are no modules."""
+    optimizer_like: list[Any] = field(default_factory=list)
+    """Optimizers, and other objects with their methods `step` and `zero_grad`."""
 
 
 def living_objects() -> LivingObjects:
@@ -47,6 +49,8 @@ def _list_of(kind: type, living: LivingObjects, nothing: list[Any]) -> list[Any]
         return living.modules
     if _is_scheduler(kind):
         return living.schedulers
+    if hasattr(kind, "step") and hasattr(kind, "zero_grad") and not issubclass(kind, type):
+        return living.optimizer_like
     if is_name_of_average(kind.__name__) and not issubclass(kind, type):
         return living.averages
     return nothing

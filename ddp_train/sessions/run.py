@@ -250,6 +250,7 @@ class Run(MediaCalls):
         )
         steps.saving.copies = UnsavedCopies(steps.models, others.values())
         steps.saving.copies.look_for(living)
+        steps.saving.wrappers.look_for(living)
         steps.loop.position = checkpoints.restore(steps.updates.gradients)
         if steps.loop.position.batch:
             warn_of_fractions(others)

@@ -13,6 +13,7 @@ from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
+from ddp_train.sessions.optimizer_wrappers import OptimizerWrappers
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.session_keeper import SessionKeeper
 from ddp_train.sessions.session_loaders import SessionLoaders
@@ -43,6 +44,7 @@ class Saving:
         self.keeper: SessionKeeper | None = None
         """None if a failure costs the steps since the last checkpoint."""
         self.copies = UnsavedCopies([], [])
+        self.wrappers = OptimizerWrappers(checkpoints.objects, checkpoints.module)
         self.saves = 0
         """Checkpoints of this process."""
         self.next_look = 1
@@ -84,6 +86,9 @@ class Saving:
             if self.saves == 1:
                 warn_of_unsaved_schedulers(self.checkpoints.objects, living)
             self.copies.look_for(living)
+            self.wrappers.look_for(living)
+            self.wrappers.warn_of_ids()
+        self.wrappers.warn_of_changed()
         self.copies.warn_of_changed()
 
     # --- outside the processes --------------------------------------------------------------------
