@@ -20,7 +20,7 @@ from ddp_train.checkpoints import reader
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
-from ddp_train.distributed.process_group import same_everywhere
+from ddp_train.distributed.process_group import SHARED_RUN_DIR, same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.errors import TaskError
 from ddp_train.models.put_back import reading_ahead
@@ -48,7 +48,13 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
     if found is None:
         found = reader.find(resume, run_dir, which)
     step = reader.read_manifest(found)["step"] if found else -1
-    same_everywhere(step, device, f"the step of the checkpoint in {run_dir}")
+    where = f"run_dir={run_dir}"
+    remedy = SHARED_RUN_DIR
+    if resume not in ("auto", "never"):
+        where = f"checkpoint.resume={resume}"
+        remedy = "name a checkpoint on a file system that all hosts share"
+    what = f"{where}: the step of the checkpoint to start from"
+    same_everywhere(step, device, what, remedy)
     return found
 
 

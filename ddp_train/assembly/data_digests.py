@@ -86,7 +86,8 @@ def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str,
             if now["count"] != before["count"]:
                 what = f"{now['count']} samples, not {before['count']}"
             log.warning(
-                "the %s set has changed since the checkpoint: %s; scores before and after differ",
+                "the %s set has changed since the checkpoint: %s; scores before and after cannot be"
+                " compared",
                 name,
                 what,
             )

@@ -103,7 +103,7 @@ def _derived_names(task: Task, scores: ScoreSums) -> list[str]:
         return list(task.derive(means))
     except Exception as error:  # noqa: BLE001  of one batch, of a model that has not learned anything
         cause = f"{type(error).__name__}: {first_line(error)}"
-        log.warning("derive() could not be tried with one batch: %s", cause)
+        log.warning("derive() failed for one batch, so its metrics are not known yet: %s", cause)
         return []
 
 

@@ -57,7 +57,8 @@ def build_plan(
     )
     if not plan.steps_per_epoch:
         size = train.global_batch_size
-        rule = f"leaves no batch of train.global_batch_size={size} of {counted(samples, 'sample')}"
+        count = counted(samples, "sample")
+        rule = f"leaves no batch: train.global_batch_size={size}, and there are {count} to train on"
         raise ConfigError([f"data.drop_last=true: {rule}; use data.drop_last=false"])
     ends = []
     if train.most_epochs:

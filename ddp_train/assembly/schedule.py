@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 SECTION = "schedule"
 LENGTH_OF_RUN = ("T_max", "total_steps", "num_training_steps")
 """Arguments that stand for the steps of a whole run; left out, they are those of this one."""
+LENGTH_OF_ONE_CYCLE = ("total_steps", "epochs", "steps_per_epoch")
+"""Arguments by which OneCycleLR is told its length."""
 MOST_TRIED = 20_000
 """The most steps of a schedule that are tried before training, in at most half a second."""
 
@@ -208,8 +210,12 @@ def _check_length(code: Code, scheduler: LRScheduler, pace: Pace) -> None:
     """Raise ConfigError for a scheduler that ends before the run does: OneCycleLR."""
     total_steps = getattr(scheduler, "total_steps", None)
     if isinstance(total_steps, int) and total_steps < pace.length:
-        rule = f"it ends after {total_steps:,} steps, but the run makes {pace.length:,}"
-        remedy = "leave out schedule.total_steps, and it is the length of the run"
+        rule = f"it ends after {total_steps:,} steps, but the run needs {pace.length:,} of them"
+        given = [name for name in LENGTH_OF_ONE_CYCLE if name in code.arguments]
+        keys = " and ".join(f"{SECTION}.{name}" for name in given)
+        remedy = f"give it {pace.length:,} steps"
+        if given:
+            remedy = f"leave out {keys}, and it has the length of the run"
         raise ConfigError([f"{SECTION}._target_={code.target}: {rule}; {remedy}"])
 
 
@@ -219,8 +225,9 @@ def _try_steps(code: Code, schedule: SteppedSchedule, length: int) -> None:
         step = place * schedule.pace.period + schedule.pace.warmup_steps
         rates = [group["lr"] for group in schedule.values(step)]
         if not all(math.isfinite(rate) for rate in rates):
-            rule = f"its learning rates in step {step + 1:,} are {rates}"
-            raise ConfigError([f"{SECTION}._target_={code.target}: {rule}"])
+            rule = f"its learning rates in step {step + 1:,} would be {rates}"
+            remedy = "choose arguments with which they stay finite"
+            raise ConfigError([f"{SECTION}._target_={code.target}: {rule}; {remedy}"])
 
 
 def _translated(code: Code, call: Callable[[], Any]) -> Any:

@@ -77,7 +77,7 @@ def _candidates(folder: Path, which: str) -> list[Path]:
     if not link.is_symlink():
         raise DataError(
             f"{folder} has no best checkpoint: it was trained without checkpoint.best",
-            "use checkpoint.which=last",
+            "use checkpoint.which=last, or in Python which='last'",
         )
     return [_target(link)]
 

@@ -94,7 +94,10 @@ def read_runs(paths: list[Path]) -> list[RunFiles]:
         return [read_run(Path(run_dir)) for run_dir in run_dirs]
     except OSError as error:
         raise ConfigError(
-            [f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]
+            [
+                f"{COMPARE}: {error.filename} cannot be read ({error.strerror}); correct that, or"
+                " name other runs"
+            ]
         ) from None
 
 

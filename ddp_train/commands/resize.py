@@ -93,13 +93,13 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
     except OSError as error:
         raise ConfigError(
             [
-                f"{command}: cannot be read ({error.strerror}); run this command as the user of"
-                " the run"
+                f"{command}: {error.filename or run_dir} cannot be read ({error.strerror}); run"
+                " this command as the user who started the run"
             ]
         ) from None
     if owner and owner.get("host") != socket.gethostname():
         host = owner.get("host")
-        raise ConfigError([f"{command}: it was started on {host}; run this command there"])
+        raise ConfigError([f"{command}: the run was started on {host}; use this command there"])
     if not is_held and status == "completed":
         raise ConfigError([f"{command}: the run is completed; nothing is left to train"])
     if not is_held:

@@ -61,7 +61,7 @@ def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
         why = "the other implementations read the learning rate on the host"
         yield "tuning.optimizer", f"fused ({why})"
     if tuning.precision == "fp64":
-        why = "fused optimizers read its learning rate as float32"
+        why = "fused optimizers read the learning rate as float32"
         yield "tuning.precision", f"fp32, bf16 or fp16 ({why})"
 
 

@@ -234,7 +234,7 @@ def _wrong_class(
         return
     kind = _wrong_kind(statements, name, interfaces)
     if kind:
-        yield Problem(found, f"{rule}, and is {kind}")
+        yield Problem(found, f"{rule}, but is {kind}")
 
 
 def _statements_of(path: str) -> list[ast.stmt]:

@@ -162,8 +162,8 @@ def ground_in(run_dir: Path) -> dict[str, Any]:
     try:
         earlier = EarlierRun.of_file(run_dir)
     except ConfigError:
-        rule = f"its {FILE} is not the config of a run, and the command chooses no job"
-        remedy = "use another run_dir, or choose a job, for example model=NAME"
+        rule = f"its {FILE} is not the config of a run, and the command does not say what to train"
+        remedy = "use another run_dir, or say it, for example by model=NAME"
         raise ConfigError([f"run_dir={run_dir}: {rule}; {remedy}"]) from None
     before = earlier.config()
     if before.uses_trained:

@@ -292,7 +292,7 @@ def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
         yield _one_process(found, config)
         return
     if high == 1:
-        yield Problem(found, "is a range of one host", f"use {HOSTS}=1")
+        yield Problem(found, "a range must allow more than one host", f"use {HOSTS}=1")
         return
     if not config.launch.max_restarts:
         yield Problem(

@@ -92,8 +92,8 @@ class FurtherMetric:
         elif name in RESERVED:
             yield Problem(
                 f"{self.key}.name={name}",
-                f"no metric may have the name {name}",
-                "give it another, name: NAME",
+                f"metrics.jsonl has a {name} of its own",
+                "give the metric another name, name: NAME",
             )
         if "better" in self.given and better not in ("max", "min"):
             yield Problem(f"{self.key}.better={shown(better)}", "must be one of max, min")

@@ -312,8 +312,9 @@ def _check_origin(found: str, code: Code, target: type, trusted: tuple[str, ...]
     """Raise ConfigError for a class that a trusted module has imported from elsewhere."""
     module = target.__module__
     if is_trusted(code.target, trusted) and not is_trusted(module, trusted):
-        rule = f"its module is {module}, not {' or '.join(trusted)}, which only imports it"
-        remedy = f"name it by its module, and trust that if it is yours: trusted_modules=[{module}]"
+        rule = f"its code is in {module}, which is not trusted"
+        path = f"{module}.{target.__qualname__}"
+        remedy = f"if you trust it, name it as {path}, and add trusted_modules=[{module}]"
         raise ConfigError([f"{found}: {rule}; {remedy}"])
 
 
@@ -342,7 +343,7 @@ def _imported(found: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_path}.".startswith(f"{error.name}."):
             raise  # it exists, and a module that it imports does not
-        raise ConfigError([f"{found}: {error}"]) from error
+        raise ConfigError([f"{found}: {error}; correct the path, or set PYTHONPATH"]) from error
     if not hasattr(module, name):
         guess = did_you_mean(name, dir(module))
         raise ConfigError([f"{found}: {module_path} has no {name}{guess}"])

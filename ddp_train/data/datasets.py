@@ -215,7 +215,8 @@ def check_same_data(
         return
     changed = next(key for key in {**before, **now} if before.get(key) != now.get(key))
     if changed == "count":
-        what = f"{now['count']} samples, not {before.get('count', 'known how many')}"
+        then = before.get("count", "an unknown number")
+        what = f"it has {now['count']} samples now, and had {then}"
     elif changed.isdigit():
         what = f"sample {changed} differs"
     else:

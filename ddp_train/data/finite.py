@@ -35,7 +35,11 @@ def _non_finite(source: BatchSource, numbers: list[int], epoch: int | None) -> l
         try:
             batch = source.get_batch(np.array([number]), epoch)
         except Exception as error:  # noqa: BLE001  code of the user's, and training has failed already
-            log.warning("sample %d cannot be read by itself: %s", number, first_line(error))
+            log.warning(
+                "sample %d is not searched for NaN: it cannot be read by itself: %s",
+                number,
+                first_line(error),
+            )
             continue
         if not all(map(_is_finite, tensors(batch))):
             found.append(number)

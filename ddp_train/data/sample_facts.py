@@ -144,7 +144,7 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
     if len(too_long):
         first = int(too_long[0])
         others = len(too_long) - 1
-        more = f", and {counted(others, 'other sample')} too many as well" if others else ""
+        more = f" (also too long: {counted(others, 'other sample')})" if others else ""
         number = _number_in_data_set(source, first)
         _refuse(
             f"train.global_batch_size={longest}: is a number of tokens with data.batch_by=tokens,"

@@ -102,7 +102,7 @@ def meet(store: Store, world: World, timeout_seconds: float) -> None:
     if missing:
         raise PeerError(
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
-            "start them too, or see their output; timeout_seconds is the limit",
+            "start them too, or see their output; to wait longer, raise timeout_seconds",
         )
 
 
@@ -203,7 +203,7 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     if missing:
         return [
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
-            "start them too, or see their logs; launch.join_timeout_seconds is the limit",
+            "start them too, or see their logs; to wait longer, raise launch.join_timeout_seconds",
         ]
     facts_by_rank = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
     argvs = [facts.pop("argv") for facts in facts_by_rank]

@@ -239,7 +239,7 @@ def gather_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return finish
 
 
-SHARED_RUN_DIR = "run_dir must be on a file system that all hosts share"
+SHARED_RUN_DIR = "set run_dir to a path on a file system that all hosts share"
 
 
 def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RUN_DIR) -> None:

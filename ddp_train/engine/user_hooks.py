@@ -103,7 +103,7 @@ class UserHooks:
                     left.remove(entry)
                     break
         return [
-            f"note: the checkpoint has the state of a hook {path}, and this run has no such hook"
+            f"note: the checkpoint has the state of a hook {path}, which this run does not have"
             for path, _ in left
         ]
 

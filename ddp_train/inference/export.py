@@ -43,8 +43,9 @@ def export_model(
     expected = [model(example) for example in examples]
     if not isinstance(expected[0], Tensor):
         kind = type(expected[0]).__name__
-        rule = "only one that returns a tensor can be exported"
-        raise ConfigError([f"mode=export: the model returns a {kind}; {rule}"])
+        rule = f"the model returns a {kind}, and only one tensor can be exported"
+        remedy = "let its forward return one tensor in eval mode"
+        raise ConfigError([f"mode=export: {rule}; {remedy}"])
     exports = {}
     parts = folder / ".export"
     try:

@@ -163,7 +163,10 @@ def predict_function(config: Config, task_name: str, trusted_modules: Sequence[s
     if not problems:
         task = checkpoint_model.task_of(config, task_name)
     if task_name == "language_model":
-        problems = ["predict: not for language models; call the model, or use mode=predict"]
+        problems = [
+            "predict: a sample of a language model has a prediction for each token; call the model"
+            " for its logits, or use mode=predict"
+        ]
     elif task and not has_own_columns(task):
         lacks = f"the task {type(task).__name__} has no predictions(self, model, inputs)"
         problems = [f"predict: {lacks}; give it that method, or call the model"]

@@ -103,7 +103,11 @@ def save_in_own_process(
     if process.poll() is None:
         process.kill()
         process.wait()
-        print(f"the last step could not be saved within {seconds:g} s", file=sys.stderr)
+        print(
+            f"the last step could not be saved within {seconds:g} s; the run resumes from its last"
+            " checkpoint",
+            file=sys.stderr,
+        )
     return process.poll() == 0
 
 

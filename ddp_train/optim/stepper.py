@@ -272,7 +272,7 @@ class Stepper:
             return (
                 f"optimizer.param_groups has {len(groups)} groups before step"
                 f" {self.steps_done + 1}, but had {len(self.values)} when training began: the"
-                " schedule has no learning rate for the others; to train parameters later use"
+                " schedule sets rates for those alone; to train parameters later use"
                 " model.freeze=[head.*] model.freeze_epochs=1"
             )
         pairs = zip(self.rates_now(), self.rates_set, strict=True)

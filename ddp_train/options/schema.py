@@ -182,14 +182,14 @@ class ModelConfig:
         elif shape and shape[1] < self.smallest_side:
             yield Problem(
                 f"data.image_size={shape[1]}",
-                f"model={self.name} halves its images",
-                f"use at least {self.smallest_side}",
+                f"model={self.name} needs {self.smallest_side} pixels a side",
+                f"use data.image_size={self.smallest_side} or more",
             )
         elif shape and self.channels_taken and shape[0] not in self.channels_taken:
             allowed = " or ".join(map(str, self.channels_taken))
             yield Problem(
                 f"data.channels={shape[0]}",
-                f"model={self.name} takes {allowed}",
+                f"model={self.name} takes images of {allowed} channels",
                 "use data.channels=3",
             )
 

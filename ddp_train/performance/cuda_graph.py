@@ -127,7 +127,10 @@ class GraphedStepper(Stepper):
             return self._by_kernels(data, is_full)
         batch = list(tensors(data))
         if [tensor.shape for tensor in batch] != self.shapes:
-            raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
+            raise LaunchError(
+                "a batch has another shape than the one that was captured as a CUDA graph",
+                "use tuning.cuda_graph=false",
+            )
         for static, value in zip(self.batch, batch, strict=True):
             static.copy_(value)
         return self.loss, self.units

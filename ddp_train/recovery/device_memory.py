@@ -109,8 +109,8 @@ class DeviceMemory:
         if free - least_bytes < FREE_SHARE * total:
             needed, left = (size / 2**30 for size in (least_bytes, free))
             raise NoRoomError(
-                f"a copy of it takes {needed:.1f} GiB of a GPU that has {left:.1f} GiB left, of"
-                f" which {FREE_SHARE * total / 2**30:.1f} GiB stay free"
+                f"a copy of the state takes {needed:.1f} GiB; the GPU has {left:.1f} GiB left, of"
+                f" which training may still need {FREE_SHARE * total / 2**30:.1f} GiB"
             )
         properties = _Properties(
             PINNED, FILE_DESCRIPTOR, _Location(ON_DEVICE, device), None, _Flags()

@@ -35,7 +35,7 @@ def one_at_a_time(run_dir: Path) -> Iterator[None]:
         try:
             stack.enter_context(run_lock.acquire(run_dir / LOCK, LOCK_SECONDS))
         except run_lock.LockHeldError as error:
-            log.warning("%s is still held by %s", run_dir / LOCK, error)
+            log.warning("%s is still held by %s; waiting no longer", run_dir / LOCK, error)
         yield
 
 

@@ -196,7 +196,8 @@ def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: boo
             if is_own:
                 remedy += ", or transform them with data.test_transform"
             raise DataError(
-                f"an input is {shape}, but the model was trained with {manifest['input_shape']}",
+                f"an input has the shape {shape}, but the model was trained with"
+                f" {manifest['input_shape']}",
                 remedy,
             )
     classes_then = manifest.get("classes")

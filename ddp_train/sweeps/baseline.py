@@ -79,7 +79,10 @@ class Baseline:
                 " longer trials."
             )
         if beside > MOST * alone:
-            return f"Sharing was not measured: {speeds}, as if this host had other work by then."
+            return (
+                f"Sharing was not measured: {speeds}. Alone it was slower, so this host probably"
+                " had other work."
+            )
         work = beside / alone * (others + 1)
         return (
             f"Sharing: {speeds}, once each: {others + 1} at a time do {work:.2f} times the work of"

@@ -124,18 +124,18 @@ def pool_notes(config: Config, resolved: Config, settings: LauncherSettings) -> 
         return []
     if on_cpu and settings.devices is not None:
         return [
-            "hydra.launcher.devices has no effect on CPU; sweep.processes_at_once says how many"
-            " trials run"
+            "hydra.launcher.devices has no effect on CPU; for several trials at a time use"
+            " sweep.processes_at_once"
         ]
     if on_cpu and gpus:
         return [
-            f"sweep.gpus_per_trial={gpus} has no effect on CPU; sweep.processes_at_once says how"
-            " many trials run"
+            f"sweep.gpus_per_trial={gpus} has no effect on CPU; for several trials at a time use"
+            " sweep.processes_at_once"
         ]
     if not on_cpu and at_once != 1:
         return [
-            f"sweep.processes_at_once={at_once} has no effect on GPUs; sweep.gpus_per_trial says"
-            " how many trials run"
+            f"sweep.processes_at_once={at_once} has no effect on GPUs; for more trials at a time"
+            " lower sweep.gpus_per_trial"
         ]
     return []
 

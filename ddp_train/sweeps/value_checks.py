@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -124,18 +125,21 @@ def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
     """Keys that all trials must share, but that a preset or a reference changes between them."""
     first = configs[0]
     for config in configs[1:]:
-        for key in SHARED:
-            one = getattr(first, key)
-            other = getattr(config, key)
+        ones, others = _shared_values(first), _shared_values(config)
+        for key, one in ones.items():
+            other = others[key]
             if one != other:
                 yield (
                     f"{key}={shown(other)}: all trials share it, but another trial has"
                     f" {key}={shown(one)}; give one value"
                 )
                 return
-        if config.sweep != first.sweep:
-            yield "sweep: all trials share it, but a value of the sweep changes it; give one value"
-            return
+
+
+def _shared_values(config: Config) -> dict[str, Any]:
+    """The keys that all trials of a sweep share, with their values."""
+    values = {key: getattr(config, key) for key in SHARED}
+    return values | dotted(asdict(config.sweep), "sweep.")
 
 
 def tied_to_seed(

@@ -72,7 +72,8 @@ class FurtherMetrics:
         if name in self.metrics:
             _refuse(named.key, f"two metrics have the name {name}; give it another, name: NAME")
         if name in RESERVED:
-            _refuse(named.key, f"no metric may have the name {name}; give it another, name: NAME")
+            rule = f"metrics.jsonl has a {name} of its own"
+            _refuse(named.key, f"{rule}; give the metric another name, name: NAME")
         for inner in _modules(metric, "Metric"):
             # It would exchange what is merged already.
             inner.sync_on_compute = False

@@ -213,7 +213,9 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
 
 def _warn_of_failure(method: str, key: str, error: Exception) -> None:
     cause = f"{type(error).__name__}: {first_line(error)}"
-    log.warning("%s: its %s could not be tried in eval mode: %s", key, method, cause)
+    log.warning(
+        "%s: its %s could not be tried in eval mode, and is not checked: %s", key, method, cause
+    )
 
 
 def takes_empty_batch(module: ModelWithTask, batch_of: BatchOf) -> bool:

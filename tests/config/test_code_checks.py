@@ -72,7 +72,7 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         "must be a class with a method act, or __enter__ and __exit__, called as Class(job,"
         " run_dir, world)"
     )
-    assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
+    assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, but is {found}"]
 
 
 def write_source(folder: Path, module: str, source: str) -> None:
@@ -104,7 +104,7 @@ class Closed:
         (
             "Closed",
             "must be a class derived from ddp_train.Tracker, with the methods open, write and close,"
-            " and is a class without them",
+            " but is a class without them",
         ),
     ],
 )

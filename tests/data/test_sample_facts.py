@@ -149,8 +149,8 @@ def test_what_a_data_set_must_tell() -> None:
             80,
         ): (
             r"train\.global_batch_size=64: is a number of tokens with data\.batch_by=tokens, and"
-            r" sample 1 has 70, and "
-            r"1 other sample too many as well; use train\.global_batch_size=80 or more, or leave"
+            r" sample 1 has 70 "
+            r"\(also too long: 1 other sample\); use train\.global_batch_size=80 or more, or leave"
             r" such samples out"
         ),
     }.items():

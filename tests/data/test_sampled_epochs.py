@@ -270,5 +270,7 @@ def test_the_last_batch_that_is_not_full_is_left_out(world: int) -> None:
 def test_an_epoch_without_a_full_batch_is_refused() -> None:
     config = Config(data=CustomDataConfig(target=f"{HERE}.Rows", drop_last=True))
     config.train.global_batch_size = 24
-    with pytest.raises(ConfigError, match=r"leaves no batch of train\.global_batch_size=24 of 20"):
+    with pytest.raises(
+        ConfigError, match=r"leaves no batch: train\.global_batch_size=24, and there are 20"
+    ):
         build_plan(config, World(), 20)

@@ -200,7 +200,7 @@ def test_states_find_the_hooks_of_their_class() -> None:
     ).state()
     made = [Acts(), Acts(), Acts("kept")]
     (note,) = hooks_of(made, ["c.C", "a.A", "b.B"]).load_state(saved)
-    assert note == "note: the checkpoint has the state of a hook a.A, and this run has no such hook"
+    assert note == "note: the checkpoint has the state of a hook a.A, which this run does not have"
     assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
 
 

@@ -319,7 +319,7 @@ def test_without_a_best_checkpoint_none_is_taken_for_it(tmp_path: Path) -> None:
         DataError, match=r"has no best checkpoint: it was trained without checkpoint\.best"
     ) as caught:
         find(str(tmp_path), tmp_path, "best")
-    assert caught.value.remedy == "use checkpoint.which=last"
+    assert caught.value.remedy == "use checkpoint.which=last, or in Python which='last'"
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def test_what_a_run_refuses(
         and "takes no requests at this moment" in capsys.readouterr().err
     )
     with mock.patch.object(socket, "gethostname", return_value="elsewhere"):
-        assert f"was started on {os.uname().nodename}; run this command there" in refused(
+        assert f"was started on {os.uname().nodename}; use this command there" in refused(
             str(run_dir), "3"
         )
     freeze(resolve(asked_config(3, run_dir=str(run_dir)), CORES, None))

@@ -189,7 +189,7 @@ def test_what_muon_takes() -> None:
         (
             net(),
             ["1.*"],
-            "optimizer.matrices: 1.bias is a vector; Muon takes two and more dimensions",
+            "optimizer.matrices: 1.bias has 1 dimension, Muon needs two or more; use globs",
         ),
     ],
 )

@@ -93,7 +93,10 @@ def asked_config(
                 " HIGH; use"
             ),
         ),
-        (asked_config("1:1"), "launch.nnodes=1:1: is a range of one host; use launch.nnodes=1"),
+        (
+            asked_config("1:1"),
+            "launch.nnodes=1:1: a range must allow more than one host; use launch.nnodes=1",
+        ),
         (
             asked_config("2:3", 0),
             "launch.nnodes=2:3: a lost host costs a restart, and launch.max_restarts=0 allows none; add",

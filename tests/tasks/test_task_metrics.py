@@ -468,7 +468,7 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
             {"name": "accuracy"},
             "the task has a metric accuracy itself; give this one another, name: NAME",
         ),
-        ({"name": "step"}, "no metric may have the name step"),
+        ({"name": "step"}, "metrics.jsonl has a step of its own"),
         (
             {"_target_": f"{HERE}.curve", "num_classes": None},
             "curve returns a tuple; use a metric",
@@ -656,7 +656,8 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         "metrics={a:1}: must be a list like [{_target_: package.Name, argument: 1}]"
     ]
     assert asked(F1_OF_TEN | {"name": "step"}) == [
-        "metrics[0].name=step: no metric may have the name step; give it another, name: NAME"
+        "metrics[0].name=step: metrics.jsonl has a step of its own; give the metric another name,"
+        " name: NAME"
     ]
     assert (
         asked(

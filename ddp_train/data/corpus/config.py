@@ -136,7 +136,7 @@ class TextConfig(CorpusConfig):
             return
         found = f"data.path={self.path}"
         if not Path(self.path).is_dir():
-            yield Problem(found, "no such file or folder")
+            yield Problem(found, "no such file or folder", f"name {self.a_set}")
             return
         pattern = self.files_of_folder
         lacking = self.files_lacking(self.path, pattern)
@@ -190,7 +190,7 @@ class TokensConfig(CorpusConfig):
             return
         found = f"data.path={self.path}"
         if not Path(self.path).is_dir():
-            yield Problem(found, "no such file or folder")
+            yield Problem(found, "no such file or folder", f"name {self.a_set}")
             return
         lacking = self.files_lacking(self.path, self.pattern)
         if lacking is not None:

@@ -24,7 +24,7 @@ from ddp_train.distributed.process_group import from_all_ranks, place_among_rank
 from ddp_train.errors import ConfigError
 from ddp_train.optim.groups import as_groups, split_group
 from ddp_train.optim.skippable import SkippableOptimizer, descend, move_towards
-from ddp_train.text import matching, unmatched
+from ddp_train.text import counted, matching, unmatched
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic that is iterated: they raise small singular values fastest, and end
@@ -350,8 +350,10 @@ def _matching_matrices(
     for name, parameter in trained.items():
         if any(matching(glob, [name]) for glob in globs):
             if parameter.ndim < 2:
-                rule = "Muon takes two and more dimensions"
-                raise ConfigError([f"optimizer.matrices: {name} is a vector; {rule}"])
+                dimensions = counted(parameter.ndim, "dimension")
+                rule = f"{name} has {dimensions}, Muon needs two or more"
+                remedy = "use globs that do not match it"
+                raise ConfigError([f"optimizer.matrices: {rule}; {remedy}"])
             found.add(parameter)
     return found
 

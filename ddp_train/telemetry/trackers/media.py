@@ -61,8 +61,8 @@ class Media:
             return False
         if not self.tracking.threads:
             self._warn_once(
-                "images, texts and tables are for trackers, and the run has none"
-                " (tracker=tensorboard)"
+                "images, texts and tables go to trackers alone, and the run has none; add"
+                " tracker=tensorboard, or in a session trackers=['tensorboard']"
             )
         return bool(self.tracking.threads)
 
