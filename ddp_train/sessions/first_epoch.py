@@ -18,6 +18,7 @@ from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.first_step import SAME_ROWS
 from ddp_train.sessions.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
+from ddp_train.sessions.padded_images import PaddedImages
 from ddp_train.sessions.row_tables import RowTables, warning_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class FirstEpoch:
         """Whether variables that are lost inside of an epoch are looked for."""
         self.rows: str | None = None
         """The digest of `FirstStep.rows`; None before the first step, and when it was compared."""
+        self.padded_images: PaddedImages | None = None
+        """Those of the first step; None before it, and when they were compared."""
         if world.size > 1:
             self.row_tables = RowTables()
             self.carried = CarriedNumbers()
@@ -99,6 +102,11 @@ class FirstEpoch:
     def compare(self, device: str) -> None:
         """Name once what each process has of its own samples alone. A collective."""
         self._compare_rows(device)
+        if self.padded_images:
+            warning = self.padded_images.warning(device)
+            self.padded_images = None
+            if warning and self.world.is_leader:
+                log.warning(warning)
         if self.row_tables and self.row_tables.is_complete:
             names = self.row_tables.apart(device)
             self.row_tables = None

@@ -20,6 +20,7 @@ from ddp_train.sessions.local_gradients import LocalGradients
 from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.other_means import other_mean
+from ddp_train.sessions.padded_images import PaddedImages
 from ddp_train.tensor_tree import tensors
 
 SAME_ROWS = (
@@ -49,6 +50,10 @@ class FirstStep:
         """None where there is one process."""
         if world.is_leader and world.size > 1:
             self.beside_mean = BesideMean()
+        self.padded_images: PaddedImages | None = None
+        """None where there is one process."""
+        if world.size > 1:
+            self.padded_images = PaddedImages()
         self.gathers = 0
         """Calls of `all_gather` before the step."""
         self.local_gradients: LocalGradients | None = None
@@ -60,6 +65,8 @@ class FirstStep:
         self.gathers = CURRENT.gathers
         if self.draws:
             self.draws.begin(step)
+        if self.padded_images:
+            self.padded_images.begin(self.models)
 
     def see_means(self, losses: Tensor) -> None:
         """Warn where torch's own mean of losses, one for each sample, is not that over samples."""
@@ -118,6 +125,8 @@ class FirstStep:
             self.local_gradients.warn()
         if self.beside_mean and self.beside_mean.ends_with_some(self.gathers):
             log.warning(BESIDE)
+        if self.padded_images:
+            self.padded_images.end()
         self._forget_outputs()
         return draws_by_rank
 

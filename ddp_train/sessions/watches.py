@@ -123,6 +123,7 @@ class Watches:
         draws_by_rank = self.first_step.end()
         if self.first_epoch:
             self.first_epoch.rows = self.first_step.rows
+            self.first_epoch.padded_images = self.first_step.padded_images
         self.first_step = None
         return draws_by_rank
 

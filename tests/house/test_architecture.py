@@ -81,6 +81,7 @@ WITH_TORCH = [
             "mixed_rows",
             "model_parts",
             "other_means",
+            "padded_images",
             "parameter_groups",
             "process",
             "row_tables",
