@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import os
 import platform
-import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import pynvml
 
 from ddp_train.distributed.environment import c_compiler
+from ddp_train.linux import processor_name
 from ddp_train.text import counted
 
 PACKAGES = ("torch", "torchvision", "numpy", "ddp-train")
@@ -173,14 +173,8 @@ def unreachable_gpus(names: list[str]) -> set[str]:
 
 def hardware_description(machine: Hardware) -> str:
     """GPUs, if there are any; cores, processor and memory."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        match = re.search(r"model name\s*: (.*)", info.read_text())
-        if match:
-            model = match[1].strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    host = f"{counted(machine.cpus, 'core')} {model}, {memory:.0f} GiB"
+    host = f"{counted(machine.cpus, 'core')} {processor_name()}, {memory:.0f} GiB"
     if not machine.gpus:
         return host
     return f"{machine.gpus} x {machine.gpu_name}, {machine.gpu_bytes / 2**30:.0f} GiB; {host}"

@@ -1,4 +1,4 @@
-"""Processes under Linux, through prctl and /proc: parent death, orphans, states, memory.
+"""Processes under Linux, by prctl and /proc: parent death, orphans, states, memory, processor.
 
 Torch-free.
 """
@@ -10,6 +10,8 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import platform
+import re
 import signal
 import sys
 import threading
@@ -215,3 +217,13 @@ def wait_until(condition: Callable[[], object], seconds: float, poll_seconds: fl
             return False
         time.sleep(poll_seconds)
     return True
+
+
+def processor_name() -> str:
+    """The model of the processor; its architecture if the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"model name\s*: (.*)", info.read_text())
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()

@@ -3,6 +3,9 @@ notice."""
 
 from __future__ import annotations
 
+import functools
+import math
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -10,23 +13,93 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import from_all_ranks, ranks
 from ddp_train.errors import ModelError
+from ddp_train.linux import processor_name
 
 TOLERANCE = 1e-4
-"""Relative difference of a norm. Hosts with other processors may add up a gradient's norm in
-another order, by which weights drift apart by some 1e-7 a step."""
+"""Relative difference of a norm. Processors of other kinds may add up a gradient's norm in another
+order, by which weights drift apart by some 1e-7 a step."""
+TOLERANCE_OF_SUMS = {torch.float64: 1e-10}
+"""By data type, relative to the norm: of sums in which each place has a factor of its own. On
+processors of one kind equal updates give equal bits."""
+OTHER_TYPES = 1e-6
+FACTORS = 2**12
+LEVELS = 4
+"""Levels at which `FACTORS` numbers at a time become one: for up to 2**48 numbers."""
+ROWS_AT_ONCE = 2**8
+"""Rows of `FACTORS` numbers that are copied to float64 at a time: 8 MiB."""
 
 
 @torch.no_grad()
 def check_same_weights(module: nn.Module) -> None:
-    """Compare the norm of each parameter, but for whole numbers and 8-bit floats. One all-gather.
+    """Compare each parameter, but for whole numbers and 8-bit floats. One all-gather.
 
     Raises ModelError, on all processes alike, with the name of the parameter that differs most.
     """
     if ranks() == 1:
         return
     parameters = measured_parameters(module)
-    if parameters:
-        check_norms([*parameters], from_all_ranks(norms_of(parameters.values())))
+    if not parameters:
+        return
+    names = [*parameters]
+    tensors = [*parameters.values()]
+    norms = norms_of(tensors)
+    kind = norms.new_tensor([kind_of_processor(norms.device)])
+    of_ranks = from_all_ranks(torch.cat([kind, norms, sums_of(tensors)]))
+    kinds, norms_of_ranks, sums_of_ranks = of_ranks.split([1, len(names), len(names)], dim=1)
+    check_norms(names, norms_of_ranks)
+    if bool((kinds == kinds[0]).all()):
+        allowed = [TOLERANCE_OF_SUMS.get(tensor.dtype, OTHER_TYPES) for tensor in tensors]
+        check_sums(names, norms_of_ranks[0], sums_of_ranks, norms.new_tensor(allowed))
+
+
+@functools.cache
+def kind_of_processor(device: torch.device) -> float:
+    """A number that is the same where the same work gives the same bits."""
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = f"{processor_name()}, {torch.get_num_threads()} threads"
+    return float(zlib.crc32(f"{kind}, torch {torch.__version__}".encode()))
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Factors of a variance of 1: [LEVELS, FACTORS], float64, the same on all processes."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(LEVELS, FACTORS, generator=generator, dtype=torch.float64)
+    return ((2 * drawn - 1) * math.sqrt(3)).to(device)
+
+
+@torch.no_grad()
+def sums_of(parameters: Iterable[Tensor]) -> Tensor:
+    """Sums of parameters in which each place has a factor of its own: [n], float64.
+
+    If parameters differ, their sums differ by about the norm of the difference.
+    """
+    return torch.stack([_sum_of(parameter.detach().flatten()) for parameter in parameters])
+
+
+def _sum_of(values: Tensor) -> Tensor:
+    """values: [n]. Returns a scalar, float64."""
+    for factors in _factors(values.device):
+        values = _sums_of_rows(values, factors)
+        if len(values) == 1:
+            break
+    return values[0]
+
+
+def _sums_of_rows(values: Tensor, factors: Tensor) -> Tensor:
+    """Sum up rows of as many values as there are factors; the last row may be shorter.
+
+    values: [n].
+
+    Returns [rows], float64.
+    """
+    whole = len(values) // FACTORS
+    rows = values[: whole * FACTORS].view(whole, FACTORS)
+    sums = [part.double() @ factors for part in rows.split(ROWS_AT_ONCE)]
+    rest = values[whole * FACTORS :].double()
+    return torch.cat([*sums, (rest @ factors[: len(rest)])[None]])
 
 
 def measured_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,17 +139,53 @@ def check_norms(names: list[str], norms_of_ranks: Tensor) -> None:
     """
     if not names:
         return
-    leader = norms_of_ranks[0]
-    are_same = (norms_of_ranks == leader) | (norms_of_ranks.isnan() & leader.isnan())
-    relative = (norms_of_ranks - leader).abs() / leader.clamp(min=1e-30)
-    differences = relative.nan_to_num(nan=torch.inf).masked_fill(are_same, 0)
-    rank, place = divmod(int(differences.argmax()), len(names))
-    if not float(differences[rank, place]) > TOLERANCE:
+    rank, place, _ = _most_apart(norms_of_ranks, norms_of_ranks[0], TOLERANCE)
+    if rank == 0:
         return
-    raise ModelError(
-        f"the weights are not the same on all processes: the norm of {names[place]} is"
-        f" {float(leader[place]):.6g} on rank 0 and {float(norms_of_ranks[rank, place]):.6g} on"
-        f" rank {rank}",
+    raise _apart(
+        f"the norm of {names[place]} is {float(norms_of_ranks[0, place]):.6g} on rank 0 and"
+        f" {float(norms_of_ranks[rank, place]):.6g} on rank {rank}"
+    )
+
+
+def check_sums(names: list[str], norms: Tensor, sums_of_ranks: Tensor, allowed: Tensor) -> None:
+    """Compare sums of parameters.
+
+    norms: those of rank 0, [n].
+    sums_of_ranks: [ranks, n], of `sums_of`.
+    allowed: largest difference of each, relative to its norm, [n].
+
+    Raises ModelError with the name of the parameter that differs most.
+    """
+    rank, place, share = _most_apart(sums_of_ranks, norms, allowed)
+    if rank:
+        raise _apart(
+            f"{names[place]} differs by about {share:.0e} of its norm between rank 0 and rank"
+            f" {rank}"
+        )
+
+
+def _most_apart(of_ranks: Tensor, scale: Tensor, allowed: Tensor | float) -> tuple[int, int, float]:
+    """The rank and the place of the largest difference from rank 0 beyond what is allowed, and its
+    share; rank 0 if there is none.
+
+    of_ranks: [ranks, n].
+    scale: what differences are relative to, [n].
+    allowed: largest share.
+    """
+    leader = of_ranks[0]
+    are_same = (of_ranks == leader) | (of_ranks.isnan() & leader.isnan())
+    shares = (of_ranks - leader).abs() / scale.clamp(min=1e-30)
+    shares = shares.nan_to_num(nan=torch.inf).masked_fill(are_same, 0)
+    shares = torch.where(shares > allowed, shares, 0)
+    rank, place = divmod(int(shares.argmax()), of_ranks.shape[1])
+    share = float(shares[rank, place])
+    return (rank, place, share) if share else (0, 0, 0.0)
+
+
+def _apart(difference: str) -> ModelError:
+    return ModelError(
+        f"the weights are not the same on all processes: {difference}",
         "look for code outside of the optimizer that changes them on one process alone, or by"
         " random numbers: a hook, an assignment in forward or, with strategy.init_sync=false, the"
         " model's constructor",
