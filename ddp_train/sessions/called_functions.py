@@ -8,6 +8,7 @@ The function's own variables get names that no code has.
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import inspect
 import linecache
@@ -184,11 +185,11 @@ class CalledFunctions:
             if name in cells:
                 owner = code.co_name
                 get = partial(_content_of, cells[name])
-            elif name in variables:
+            elif name not in variables:
+                return name if hasattr(builtins, name) else prefix + name
+            else:
                 owner = str(variables.get("__name__")).rpartition(".")[2]
                 get = partial(variables.get, name)
-            else:
-                return prefix + name
             if name in of_loop and of_loop[name] is get():
                 return name
             self.kept[owner + KEPT + name] = get

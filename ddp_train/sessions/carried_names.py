@@ -1,8 +1,9 @@
-"""Names that a loop carries from one step to the next, and that its losses depend on.
+"""Names that a loop carries from one step to the next, and that its losses or updates depend on.
 
 A moving baseline, weights of groups, a threshold: where a process computes it of its own samples,
 it is another number on each. What a loop adds up for a log is carried too, but no loss depends on
-it. So the code of the loop is read: which names does the argument of `run.mean` come from?
+it. So the code of the loop is read: which names does the argument of `run.mean` come from, and what
+sets a learning rate, changes weights, or decides about a step?
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from ddp_train.sessions.called_functions import CalledFunctions, is_local
 from ddp_train.sessions.code_names import containers_of, dotted, names_in, owner_of
 from ddp_train.sessions.frame_names import code_of, run_names
 
 JUMPS = (ast.Continue, ast.Break)
+WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_groups"}
+"""Attributes of models and optimizers whose items are weights, or say how these are updated."""
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -30,6 +37,8 @@ class Flow:
     """How the code calls the run of the session."""
     sources: dict[str, set[str]] = field(default_factory=dict)
     """The names that each one that is set comes from."""
+    origins: dict[str, set[str]] = field(default_factory=dict)
+    """The same without those that decide whether it is set."""
     carried: set[str] = field(default_factory=set)
     """The names that are read before they are set."""
     seen: set[str] = field(default_factory=set)
@@ -41,15 +50,50 @@ class Flow:
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of objects that have another one too: `stats` after `stats = trainer.stats`."""
     losses: set[str] = field(default_factory=set)
-    """The names in arguments of `run.mean`, and in what decides whether it is called."""
+    """The names in arguments of `run.mean` and in updates of weights and learning rates, and in
+    what decides whether these are done."""
+    has_losses: bool = False
+    arguments: set[str] = field(default_factory=set)
+    """Those of `losses` that do not decide alone."""
+    needs: int = 0
+    """Losses and updates that were met."""
+    jumps: set[str] = field(default_factory=set)
+    """The names that decide about a `break` or `continue` of the loop that is followed now."""
+    is_update: Callable[[str], bool] = bool
+    """Tells whether a step of the object with a name is an update: of an optimizer."""
+    weights: set[str] = field(default_factory=set)
+    """The variables of loops over weights, or over parameter groups."""
     loops: int = 0
     """Loops within the loop, around the statement that is followed now."""
     set_under: dict[str, set[str]] = field(default_factory=dict)
     """The names that are set where a condition holds, by its text."""
 
+    def need(self, names: set[str], conditions: set[str]) -> None:
+        """Note that losses or updates come from names, and are done under conditions."""
+        self.needs += 1
+        self.arguments |= names
+        self.losses |= names | conditions
+
+    @contextlib.contextmanager
+    def inner_loop(self) -> Iterator[None]:
+        """A loop within the loop: its jumps matter if it has losses or updates."""
+        outer_jumps = self.jumps
+        needs = self.needs
+        self.jumps = set()
+        self.loops += 1
+        yield
+        self.loops -= 1
+        if self.needs > needs:
+            self.losses |= self.jumps
+        self.jumps = outer_jumps
+
     def names_in(self, node: ast.AST) -> set[str]:
         """The names in an expression, with what their owners are called elsewhere."""
         return set(map(self.name_elsewhere, names_in(node)))
+
+    def names_in_arguments(self, call: ast.Call) -> set[str]:
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return set().union(*map(self.names_in, arguments))
 
     def name_elsewhere(self, name: str) -> str:
         """`trainer.stats.mean` for `stats.mean` after `stats = trainer.stats`."""
@@ -67,17 +111,45 @@ class Flow:
         }
         self.seen |= names
 
-    def set(self, target: str, sources: set[str]) -> None:
+    def set(self, target: str, names: set[str], conditions: set[str]) -> None:
+        """Set a target from names, under conditions."""
         self.renewed.add(target)
         self.seen.add(target)
-        self.change(target, sources)
+        self.change(target, names, conditions)
         for container in containers_of(target):
-            self.sources.setdefault(container, set()).update(sources)
+            self._add(container, names, conditions)
 
-    def change(self, target: str, sources: set[str]) -> None:
+    def change(self, target: str, names: set[str], conditions: set[str]) -> None:
         """Set a part of it: an item whose key is not known, some numbers of a tensor."""
-        self.sources.setdefault(target, set()).update(sources)
         self.changed.add(target)
+        self._add(target, names, conditions)
+
+    def _add(self, target: str, names: set[str], conditions: set[str]) -> None:
+        self.sources.setdefault(target, set()).update(names | conditions)
+        self.origins.setdefault(target, set()).update(names)
+
+    def are_weights(self, items: ast.expr) -> bool:
+        """Whether a loop over items is one over weights, or over groups of them."""
+        parts = list(ast.walk(items))
+        attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        names = {part.id for part in parts if isinstance(part, ast.Name)}
+        return bool(attributes & WEIGHTS or names & self.weights)
+
+    def is_of_weights(self, node: ast.AST) -> bool:
+        """Whether what is changed is a weight, or a learning rate: `p.data`, `group["lr"]`."""
+        parts = list(_objects_of(node))
+        if any(isinstance(part, ast.Attribute) and part.attr in WEIGHTS for part in parts):
+            return True
+        return bool(parts) and getattr(parts[-1], "id", "") in self.weights
+
+    def change_weights(self, node: ast.AST, changed: ast.AST, conditions: set[str]) -> None:
+        """Note what weights are changed by: the names in a node without the object changed."""
+        if not self.is_of_weights(changed):
+            return
+        *_, first = _objects_of(changed)
+        own = self.weights & {dotted(first)}
+        names = {name for name in self.names_in(node) if name.partition(".")[0] not in own}
+        self.need(names, conditions)
 
     def may_differ(self, names: set[str]) -> bool:
         """Whether a condition on names may hold in one pass of the loop and not in another."""
@@ -85,19 +157,23 @@ class Flow:
 
     def reaching_losses(self) -> set[str]:
         """All names that the losses come from."""
-        return self._with_sources(self.losses)
+        return self._with_sources(self.losses, self.sources)
+
+    def reaching_arguments(self) -> set[str]:
+        """Those of them that do not decide alone."""
+        return self._with_sources(self.arguments, self.origins)
 
     def all_sources(self, name: str) -> set[str]:
         """All names that one comes from, at any number of steps."""
-        return self._with_sources(self.sources[name])
+        return self._with_sources(self.sources[name], self.sources)
 
-    def _with_sources(self, names: set[str]) -> set[str]:
+    def _with_sources(self, names: set[str], sources: dict[str, set[str]]) -> set[str]:
         found: set[str] = set()
         waiting = set(names)
         while waiting:
             name = waiting.pop()
             found.add(name)
-            waiting |= self.sources.get(name, set()) - found
+            waiting |= sources.get(name, set()) - found
             waiting |= containers_of(name) & self.changed - found
         return found
 
@@ -110,6 +186,8 @@ class LoopNames:
     """Those that are set in the loop, and read in it before."""
     used: set[str]
     """Those that the loop uses and does not set."""
+    counts: set[str]
+    """Those that count its passes: of `enumerate`."""
     reaching: set[str]
     """All of them, without objects as a whole of which the attributes are known: `self`."""
 
@@ -164,14 +242,15 @@ class LoopCode:
         """Names of the innermost loop; None if it has no losses, or there is none."""
         if not self.loops:
             return None
-        flow = Flow(self.run_names)
+        flow = self._new_flow()
         loop = self.loops[-1]
         if isinstance(loop, ast.For):
             for name in names_in(loop.target):
-                flow.set(name, set())
+                flow.set(name, set(), set())
         self._follow(loop.body, flow)
-        if not flow.losses:
+        if not flow.has_losses:
             return None
+        flow.losses |= flow.jumps
         owners = {"self"}
         if self.functions:
             owners |= self.functions.owners
@@ -179,8 +258,17 @@ class LoopCode:
         return LoopNames(
             carried=flow.carried & reaching & flow.sources.keys(),
             used=reaching - flow.sources.keys(),
+            counts=_counts_of(loop) & flow.reaching_arguments(),
             reaching=reaching,
         )
+
+    def _new_flow(self) -> Flow:
+        return Flow(self.run_names, is_update=self._is_update)
+
+    def _is_update(self, name: str) -> bool:
+        if self.functions is None:
+            return bool(name)
+        return isinstance(self.value_of(name), Optimizer | LRScheduler | torch.amp.GradScaler)
 
     @property
     def head(self) -> int:
@@ -189,15 +277,19 @@ class LoopCode:
 
     def epoch_names(self, line: int) -> EpochNames:
         """Names that are set in an epoch before some line in it."""
-        flow = Flow(self.run_names)
+        flow = self._new_flow()
         passes: set[str] = set()
         loops = [loop for loop in self.loops if loop.lineno < line]
         for place, epochs in enumerate(loops):
             if isinstance(epochs, ast.For) and _is_epochs(epochs.iter, self.run_names):
                 earlier = [part for part in epochs.body if (part.end_lineno or 0) < line]
                 self._follow(earlier, flow)
-                between = [one for one in loops[place + 1 :] if isinstance(one, ast.For)]
-                passes = {name for one in between for name in names_in(one.target)}
+                passes = {
+                    name
+                    for one in loops[place + 1 :]
+                    if isinstance(one, ast.For) and not names_in(one.iter) & self.run_names
+                    for name in names_in(one.target)
+                }
         before = {name: flow.all_sources(name) for name in flow.sources if not is_local(name)}
         return EpochNames(before, passes)
 
@@ -205,6 +297,30 @@ class LoopCode:
         if self.functions:
             body = self.functions.put_into(body)
         _follow(body, set(), flow)
+
+
+def _objects_of(node: ast.AST) -> Iterator[ast.AST]:
+    """An expression and what it is a part of: of `p.data[0]` that, `p.data` and `p`."""
+    while True:
+        yield node
+        match node:
+            case ast.Attribute(value=value) | ast.Subscript(value=value):
+                node = value
+            case ast.Call(func=ast.Attribute(value=value)):
+                node = value
+            case _:
+                return
+
+
+def _counts_of(loop: ast.For | ast.While) -> set[str]:
+    """The name of the count in `for i, batch in enumerate(loader)`."""
+    match loop:
+        case ast.For(
+            target=ast.Tuple(elts=[ast.Name(id=name), *_]),
+            iter=ast.Call(func=ast.Name(id="enumerate"), args=[_], keywords=[]),
+        ):
+            return {name}
+    return set()
 
 
 def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
@@ -241,19 +357,20 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
                 _set_all(targets, value, conditions, flow)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 _set_all([target], value, conditions, flow)
-            case ast.AugAssign(target=target, value=value):
-                names = flow.names_in(value) | flow.names_in(target)
-                flow.read(names)
-                _set_all([target], value, conditions | names, flow)
+            case ast.AugAssign(target=target, op=op, value=value):
+                _set_all([target], ast.BinOp(target, op, value), conditions, flow)
             case ast.Expr(value=ast.Call() as call):
                 _follow_call(call, conditions, flow)
-            case ast.If() | ast.While():
+            case ast.While(test=test):
+                flow.read(flow.names_in(test))
+                with flow.inner_loop():
+                    _follow(statement.body, conditions | flow.names_in(test), flow)
+            case ast.If():
                 _follow_test(statement, conditions, flow)
             case ast.For(target=target, iter=items):
-                _set_all([target], items, conditions, flow)
-                flow.loops += 1
-                _follow(statement.body, conditions | flow.names_in(items), flow)
-                flow.loops -= 1
+                _set_each(target, items, conditions, flow)
+                with flow.inner_loop():
+                    _follow(statement.body, conditions | flow.names_in(items), flow)
             case ast.With(items=items):
                 for item in items:
                     flow.read(flow.names_in(item.context_expr))
@@ -266,18 +383,31 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
                 flow.read(flow.names_in(statement))
 
 
-def _follow_test(statement: ast.If | ast.While, conditions: set[str], flow: Flow) -> None:
+def _follow_test(statement: ast.If, conditions: set[str], flow: Flow) -> None:
     names = flow.names_in(statement.test)
     flow.read(names)
-    if any(isinstance(part, JUMPS) for part in ast.walk(statement)):
-        flow.losses |= names | conditions
+    if _has_jump([*statement.body, *statement.orelse]):
+        flow.jumps |= names | conditions
     inner = conditions | names
     # In a loop within the loop it may hold in the first pass of that: `if i == 0: h = zeros`.
-    if isinstance(statement, ast.If) and not flow.loops and flow.may_differ(names):
+    if not flow.loops and flow.may_differ(names):
         _follow_choice(statement, inner, flow)
     else:
         _follow(statement.body, inner, flow)
         _follow(statement.orelse, inner, flow)
+
+
+def _has_jump(body: list[ast.stmt]) -> bool:
+    """Whether a `break` or `continue` is among statements, and not in a loop among them."""
+    for statement in body:
+        if isinstance(statement, JUMPS):
+            return True
+        if isinstance(statement, ast.If | ast.With | ast.Try):
+            inner = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
+            handlers = [handler.body for handler in getattr(statement, "handlers", [])]
+            if any(map(_has_jump, [*inner, *handlers])):
+                return True
+    return False
 
 
 def _follow_choice(statement: ast.If, conditions: set[str], flow: Flow) -> None:
@@ -301,30 +431,38 @@ def _ends_by_jump(body: list[ast.stmt]) -> bool:
 
 
 def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:
-    """Take the names that a loss comes from, if the statement itself calls `run.mean`."""
+    """Take the names that losses and updates come from, if the statement itself has some."""
     if isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
         return
     for node in ast.walk(statement):
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="mean")):
                 if dotted(owner) in flow.run_names:
-                    arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-                    flow.losses |= conditions.union(*map(flow.names_in, arguments))
+                    flow.has_losses = True
+                    flow.need(flow.names_in_arguments(node), conditions)
             case ast.Call(func=ast.Attribute(value=loss, attr="backward")):
-                flow.losses |= conditions | flow.names_in(loss)
+                flow.has_losses = True
+                flow.need(flow.names_in(loss), conditions)
+            case ast.Call(func=ast.Attribute(value=owner, attr="step")):
+                if flow.is_update(dotted(owner)):
+                    flow.need(flow.names_in_arguments(node), conditions)
+            case ast.Call(func=ast.Attribute(value=owner, attr=method)):
+                if method.endswith("_"):
+                    flow.change_weights(node, owner, conditions)
+            case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+                flow.change_weights(statement, node, conditions)
 
 
 def _follow_call(call: ast.Call, conditions: set[str], flow: Flow) -> None:
     """A call whose value is left: torch's methods that change a tensor, `rows.clear()`."""
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
     method = getattr(call.func, "attr", "")
     owner = flow.owner_of(getattr(call.func, "value", call.func))
     if owner and method == "clear":
-        flow.set(owner, conditions)
+        flow.set(owner, set(), conditions)
         return
     flow.read(flow.names_in(call))
     if owner and method.endswith("_"):
-        flow.set(owner, conditions.union(*map(flow.names_in, arguments)))
+        flow.set(owner, flow.names_in_arguments(call), conditions)
 
 
 def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flow: Flow) -> None:
@@ -337,8 +475,8 @@ def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flo
             for part, one in zip(parts, value.elts, strict=True):
                 _set_all([part], one, conditions, flow)
             return
-    sources = flow.names_in(value) | conditions
-    flow.read(flow.names_in(value))
+    names = flow.names_in(value)
+    flow.read(names)
     for target in targets:
         for part in _parts_of(target):
             if isinstance(part, ast.Name):
@@ -346,9 +484,29 @@ def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flo
             name = flow.owner_of(part)
             if isinstance(part, ast.Subscript) and not dotted(part):
                 flow.read({name} | flow.names_in(part.slice))
-                flow.change(name, sources | flow.names_in(part.slice))
+                flow.change(name, names | flow.names_in(part.slice), conditions)
             else:
-                flow.set(name, sources)
+                flow.set(name, names, conditions)
+
+
+def _set_each(target: ast.expr, items: ast.expr, conditions: set[str], flow: Flow) -> None:
+    """Set the target of a loop over items; of `zip` and `enumerate` each part by its own."""
+    match target, items:
+        case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=zipped) if len(
+            parts
+        ) == len(zipped):
+            for part, one in zip(parts, zipped, strict=True):
+                _set_each(part, one, conditions, flow)
+        case (
+            ast.Tuple(elts=[count, part]),
+            ast.Call(func=ast.Name(id="enumerate"), args=[counted, *_]),
+        ):
+            _set_all([count], ast.Constant(0), conditions, flow)
+            _set_each(part, counted, conditions, flow)
+        case _:
+            _set_all([target], items, conditions, flow)
+            if flow.are_weights(items):
+                flow.weights |= names_in(target)
 
 
 def _parts_of(target: ast.expr) -> Iterator[ast.expr]:

@@ -80,6 +80,9 @@ def dotted(node: ast.AST) -> str:
         case ast.Attribute(value=value, attr=attribute):
             owner = dotted(value)
             return f"{owner}.{attribute}" if owner else ""
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(key)), *_]):
+            owner = dotted(value)
+            return f"{owner}.{key}" if owner else ""
         case ast.Subscript(value=value, slice=ast.Constant(value=str(key))) if "." not in key:
             owner = dotted(value)
             return f"{owner}.[{key!r}]" if owner else ""

@@ -29,15 +29,16 @@ from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
 LOST = (
-    "%s: in no checkpoint, but the losses need it. A run that is resumed inside of an epoch starts"
+    "%s: in no checkpoint, but training needs it. A run that is resumed inside of an epoch starts"
     " without it, and ends with other weights. Keep it in an object with state_dict and"
-    " load_state_dict, and pass that to run.resume. If each epoch creates it again, you can resume"
-    " at the beginning of an epoch instead: run.epochs(..., whole=True)"
+    " load_state_dict, and pass that to run.resume (a count of steps is run.step). If each epoch"
+    " creates it again, you can resume at the beginning of an epoch instead:"
+    " run.epochs(..., whole=True)"
 )
 LOST_OVER_EPOCHS = (
     "%s: in no checkpoint, but later epochs need it. A resumed run starts without it, and ends"
     " with other weights. Keep it in an object with state_dict and load_state_dict, and pass that"
-    " to run.resume"
+    " to run.resume (a count of steps is run.step)"
 )
 MOST_ITEMS = 10_000
 """The longest list or dict that is looked into."""
@@ -112,7 +113,7 @@ class LostVariables:
             if self.pools is None:
                 self.pools = now
                 return None
-            names = self._carried(loop, code, places, self.pools, now)
+            names = self._carried(loop, code, places, self.pools, now) | loop.counts
             values = [code.value_of(name) for name in loop.reaching]
             names |= self._names_of_epoch(code.epoch_names(code.head), code, values, places)
             for outer in frames[place + 1 :]:
@@ -173,7 +174,7 @@ class LostVariables:
         pools = {}
         for name in loop.used:
             value = code.value_of(name)
-            if self._is_saved(name, code):
+            if self._is_saved(name, code) or _is_used_by_parts(name, loop, code):
                 continue
             found = islice(tensors(value), MOST_TENSORS) if _may_hold(value) else []
             own = [tensor for tensor in found if _place(tensor) not in places]
@@ -211,6 +212,12 @@ def _is_in_state(holder: Any, name: str) -> bool:
     has_extra = kind.get_extra_state is not nn.Module.get_extra_state
     attributes = attributes_of(holder)
     return has_extra or name not in attributes
+
+
+def _is_used_by_parts(name: str, loop: LoopNames, code: LoopCode) -> bool:
+    """Whether the loop needs attributes of an object alone, which are looked at: no method."""
+    parts = {one for one in loop.reaching if one.rpartition(".")[0] == name}
+    return bool(parts) and all(code.value_of(part) is not None for part in parts)
 
 
 def _is_ours(value: Any) -> bool:

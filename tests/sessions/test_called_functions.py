@@ -311,7 +311,169 @@ def in_a_closure(run: Run) -> None:
             trainer.update(losses / averaged(losses.detach()))
 
 
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def count_for_a_rate(run: Run) -> None:
+    """And one for what is printed, logged and scored."""
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    step = shown = 0
+    best = 1e9
+    log: dict[str, Any] = {}
+    for _ in run.epochs(2):
+        for x, y in loader:
+            set_rate(trainer.optimizer, 0.2 / (1 + step))
+            trainer.update((trainer.model(x).squeeze(1) - y).square())
+            step += 1
+            shown += 1
+            log["lr"] = shown
+            if shown % 2 == 0:
+                print(shown, log)
+                best = min(best, score(trainer, shown))
+
+
+def score(trainer: Trainer, step: int) -> float:
+    trainer.model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for number, x in enumerate(rows().tensors[0].split(5)):
+            if number > step:
+                break
+            total += trainer.model(x).sum().item()
+    for name, weight in trainer.model.named_parameters():
+        trainer.recent[:] = [weight.detach().norm() * len(name) * step]
+    trainer.model.train()
+    return total
+
+
+class WarmUp:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.t = 0
+
+    def step(self) -> None:
+        self.t += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, self.t / 10)
+
+
+def count_of_a_schedule(run: Run) -> None:
+    trainer = Trainer(run)
+    warm_up = WarmUp(trainer.optimizer)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            trainer.update((trainer.model(x).squeeze(1) - y).square())
+            warm_up.step()
+
+
+def count_that_decides(run: Run) -> None:
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    count = 0
+    for _ in run.epochs(2):
+        for x, y in loader:
+            run.mean((trainer.model(x).squeeze(1) - y).square()).backward()
+            count += 1
+            if count % 2 == 0:
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+
+
+def move(average: nn.Module, model: nn.Module) -> None:
+    move.count = count = getattr(move, "count", 0) + 1  # type: ignore[attr-defined]
+    share = min(0.9, 1 - 1 / count)
+    for moved, weight in zip(average.parameters(), model.parameters(), strict=True):
+        moved.data.mul_(share).add_(weight.data, alpha=1 - share)
+
+
+def count_of_an_average(run: Run) -> None:
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    average = net()
+    run.resume(model=model, optimizer=optimizer, average=average)
+    for _ in run.epochs(2):
+        for x, y in run.loader(rows(), global_batch_size=6):
+            optimizer.zero_grad()
+            run.mean((model(x).squeeze(1) - y).square()).backward()
+            optimizer.step()
+            move(average, model)
+
+
+class Decaying(torch.optim.Optimizer):
+    """Its count is not in the state_dict."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.t += 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(weight.grad, alpha=-group["lr"] / self.t)
+
+
+def count_of_an_optimizer(run: Run) -> None:
+    model = run.wrap(net())
+    optimizer = Decaying(model.parameters())
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(2):
+        for x, y in run.loader(rows(), global_batch_size=6):
+            optimizer.zero_grad()
+            run.mean((model(x).squeeze(1) - y).square()).backward()
+            optimizer.step()
+
+
+def count_of_batches(run: Run) -> None:
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    for epoch in run.epochs(2):
+        for i, (x, y) in enumerate(loader):
+            set_rate(trainer.optimizer, 0.2 / (1 + epoch + i / 4))
+            trainer.update((trainer.model(x).squeeze(1) - y).square())
+
+
+def count_of_accumulated(run: Run) -> None:
+    """Right: a stop within an epoch waits for the next update."""
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    average = net()
+    for _ in run.epochs(2):
+        for i, (x, y) in enumerate(loader):
+            run.mean((trainer.model(x).squeeze(1) - y).square()).backward()
+            if (i + 1) % 2 == 0:
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+                for moved, weight in zip(
+                    average.parameters(), trainer.model.parameters(), strict=True
+                ):
+                    moved.data.lerp_(weight.data, 0.1)
+
+
+def count_of_the_run(run: Run) -> None:
+    """What is right: run.step."""
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            set_rate(trainer.optimizer, 0.2 / (1 + run.step))
+            run.mean((trainer.model(x).squeeze(1) - y).square()).backward()
+            if (run.step + 1) % 2 == 0:
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+
+
 KEPT_IN = [
+    (count_for_a_rate, "step"),
+    (count_of_a_schedule, "warm_up.t"),
+    (count_that_decides, "count"),
+    (count_of_an_average, "move.count"),
+    (count_of_an_optimizer, "optimizer.t"),
+    (count_of_batches, "i"),
     (in_a_dict, "state['ema']"),
     (in_a_list, "history"),
     (in_an_object, "trainer.stats.mean"),
@@ -322,8 +484,11 @@ KEPT_IN = [
 ]
 
 
+NOT_LOST = [of_a_log, of_the_trainers_log, count_of_the_run, count_of_accumulated]
+
+
 @pytest.mark.parametrize(
-    ("loop", "names"), [*LOST_IN, *KEPT_IN, (of_a_log, ""), (of_the_trainers_log, "")]
+    ("loop", "names"), [*LOST_IN, *KEPT_IN, *((loop, "") for loop in NOT_LOST)]
 )
 def test_what_functions_keep_is_told(
     loop: Callable[[Run], None], names: str, caplog: pytest.LogCaptureFixture
