@@ -50,6 +50,7 @@ from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader, total
 from ddp_train.distributed.training_step import CURRENT
+from ddp_train.engine.attributes_hook import AttributesHook
 from ddp_train.engine.copies_hook import CopiesHook
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.epoch_hook import EpochHook
@@ -519,6 +520,7 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         # Saves all of the above.
         ReportedHook(training.checkpoint_hook, status, "checkpoint"),
         _copies_hook(training),
+        _attributes_hook(training),
         # On rank 0 alone, like samples and traces: nothing here is part of a checkpoint.
         *_tensorboard_hooks(training, tracking),
         # After the save: a run that resumes at this step unfreezes when it is built.
@@ -682,6 +684,19 @@ def _copies_hook(training: Training) -> CopiesHook | None:
         return None
     next_checkpoint = training.checkpoint_hook.times.next_step
     return CopiesHook(run.display, training.job.module.model, holders, next_checkpoint)
+
+
+def _attributes_hook(training: Training) -> AttributesHook | None:
+    """Names attributes that are in no checkpoint, on rank 0, where code of the user's may change
+    them."""
+    run = training.run
+    config = run.config
+    sections = (config.model, config.task)
+    has_code = any(isinstance(section, CustomOption) for section in sections)
+    hooks = [hook.hook for hook in training.user_hooks.hooks]
+    if not run.world.is_leader or not (has_code or hooks):
+        return None
+    return AttributesHook(run.display, hooks, training.checkpoint_hook.times.next_step)
 
 
 def _sample_hook(training: Training) -> Hook | None:
