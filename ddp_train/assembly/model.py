@@ -234,7 +234,7 @@ def build_user_model(section: Any) -> nn.Module:
         raise ConfigError(
             [
                 f"model._target_={section.target}: returns an object of {kind}, which is not a"
-                " torch.nn.Module"
+                " torch.nn.Module; name a class derived from it, or a function that returns one"
             ]
         )
     return model

@@ -242,7 +242,7 @@ class Mirror:
             raise WriteError(
                 f"the checkpoint of step {step} cannot be copied from checkpoint.mirror={self.url}:"
                 f" {error.strerror}",
-                f"free some space for {path.parent}",
+                f"free some space for {path.parent}, or make it writable",
             ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -112,7 +112,7 @@ def _inner_code(section: str, values: dict[str, Any]) -> Iterator[Problem]:
         remedy = "for transforms use data.transform and data.test_transform"
     yield Problem(
         f"{section}.{paths[0]}",
-        f"arguments must be plain values, only {section}._target_ may name code",
+        f"arguments must be plain values, since only {section}._target_ may name code",
         remedy,
     )
 

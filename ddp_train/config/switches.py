@@ -109,7 +109,7 @@ class _Switches:
 
     def against_channels_last(self) -> Iterator[str]:
         if not self.config.model.takes_images:
-            yield "no model with convolutions known here"
+            yield "the model is not known to have convolutions"
 
     def against_timing(self) -> Iterator[str]:
         if self.config.deterministic:
@@ -168,7 +168,7 @@ class _Switches:
     def against_waiting_for_compilation(self) -> Iterator[str]:
         steps = self.config.train.max_steps
         if not self.config.model.worth_compiling():
-            yield "no model known to be large"
+            yield "the model is not known to be large"
         if is_launch_bound(self.config):
             yield "a small model"
         if steps is not None and steps < COMPILING_PAYS_STEPS:
@@ -190,7 +190,7 @@ class _Switches:
         is_compiled = config.tuning.compile and config.model.worth_compiling()
         may_pay = is_compiled and not config.data.is_custom
         if not (self.is_largest or is_launch_bound(config) or may_pay):
-            yield "no small model of ours, and not compiled"
+            yield "neither a small built-in model nor a compiled one"
         # It may do what a capture forbids: ddp_train.all_gather reads sizes from the device.
         if config.task.is_custom:
             yield "a task of your own"

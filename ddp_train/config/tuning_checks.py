@@ -94,7 +94,7 @@ def _on_gpus(config: Config) -> Iterator[Problem]:
 def _needs(name: str, lacking: Iterator[str]) -> Iterator[Problem]:
     for requirement in lacking:
         yield Problem(
-            f"tuning.{name}=true", f"needs {requirement}", f"without that use tuning.{name}=false"
+            f"tuning.{name}=true", f"needs {requirement}", f"otherwise use tuning.{name}=false"
         )
 
 

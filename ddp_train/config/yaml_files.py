@@ -101,7 +101,7 @@ def error_text(error: yaml.YAMLError, place: str) -> str:
     if is_duplicate(error):
         key = problem.removeprefix(DUPLICATE)
         return f"{place}: {key} is there twice; keep one of them"
-    return f"{place}: cannot be read: {problem}"
+    return f"{place}: is not valid YAML: {problem}; correct the file"
 
 
 @dataclass(frozen=True)

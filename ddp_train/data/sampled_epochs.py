@@ -167,8 +167,8 @@ class SampledEpochs:
             length = 0
         if length:
             return length
-        rule = "has no __len__, or it is 0, and steps are planned by it"
-        remedy = "add one, or train in a loop of your own (ddp_train.session)"
+        rule = "needs a __len__ above 0, by which steps are planned"
+        remedy = "add it, or train in a loop of your own (ddp_train.session)"
         raise ConfigError([f"{self.option}: {self.name} {rule}; {remedy}"])
 
 

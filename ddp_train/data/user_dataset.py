@@ -36,7 +36,7 @@ Collate = Callable[[list[Any]], Any]
 SeedGenerators = Callable[[int], None]
 """Seeds the global generators with a key."""
 MAP_STYLE = (
-    "return a map-style data set, with both, or an iterable one, with __iter__"
+    "return a map-style data set, which has both, or an iterable one, which has __iter__"
     " (docs/guides/data.md)"
 )
 

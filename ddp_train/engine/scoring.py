@@ -60,8 +60,8 @@ def names_with_average(names: Sequence[str]) -> list[str]:
     if taken:
         raise ConfigError(
             [
-                f"train.ema_decay: metric name {min(taken)} is taken by the averaged weights;"
-                " rename yours"
+                f"train.ema_decay: {min(taken)} is a metric of the averaged weights, and the name"
+                " of another metric; give that another name"
             ]
         )
     return [*names, *prefixed]

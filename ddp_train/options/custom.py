@@ -126,8 +126,8 @@ class CustomScheduleConfig(CustomOption, ScheduleConfig):
 
     interval: str = key(
         "step",
-        "when it makes a step: after each optimizer step, or each epoch; one by a metric makes one"
-        " after each evaluation",
+        "when a scheduler makes a step: after each optimizer step, or each epoch; one that follows"
+        " a metric does so after each evaluation",
         choices=("step", "epoch"),
     )
     metric: str = key(

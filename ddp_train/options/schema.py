@@ -105,7 +105,9 @@ class ModelConfig:
         [], "globs over names that init_from leaves alone, [head.*]: in the model and the file"
     )
     freeze: list[str] = key(
-        [], "globs over names of parameters that do not train, [layer1.*]; batch norms there rest"
+        [],
+        "globs over names of parameters that do not train, [layer1.*]; batch norms there stay in"
+        " eval mode",
     )
     freeze_epochs: int | None = key(
         None,
@@ -205,7 +207,10 @@ class ModelConfig:
             )
         epochs = config.train.most_epochs
         if self.freeze_epochs is not None and epochs and self.freeze_epochs >= epochs:
-            yield f"model.freeze_epochs={self.freeze_epochs} changes nothing: train.epochs={epochs}"
+            yield (
+                f"model.freeze_epochs={self.freeze_epochs} has no effect: the run ends after"
+                f" train.epochs={epochs}"
+            )
         if config.strategy.sync_bn and self.has_batch_norm() is False:
             yield f"strategy.sync_bn=true has no effect: model={self.name} has no batch norm here"
         if run.asked.tuning.channels_last is True and self.takes_images is False:

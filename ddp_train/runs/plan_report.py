@@ -191,11 +191,11 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
 
 
 def _stream_row(facts: PlanFacts) -> str:
-    text = "in its order: each process reads all of it and keeps its samples"
+    text = "in its own order: each process reads the whole stream and keeps its share"
     workers = int(facts.config.tuning.num_workers)
     if workers > 1:
         text += (
-            f", in one loader process (of tuning.num_workers={workers} each would read all of it)"
+            f", in one loader process (with tuning.num_workers={workers}, each would read it all)"
         )
     if facts.problem_of_stream:
         return (

@@ -36,7 +36,7 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
     try:
         write_json(run_dir / SUMMARY, summary)
     except OSError as error:
-        remedy = "free some space"
+        remedy = "free some space, or make the folder writable"
         if is_over_limit(error):
             remedy = RAISE_LIMIT
         remedy += ", and run the same command again, which only writes the file"

@@ -79,8 +79,8 @@ class LossTrial:
         if len(set(units)) == 1:
             return (
                 f"{findings}, and counts {units[0]:g} {task.unit} for both:"
-                f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS} (for a loss of the whole batch: the loss"
-                " times the number of samples, and that number)"
+                f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS} (for one loss of n samples together:"
+                " loss * n and n)"
             )
         if losses[0] and all(math.isclose(loss, losses[0], rel_tol=TOLERANCE) for loss in losses):
             remedy = f'{RETURN_SUMS}, as with reduction="sum"'

@@ -231,7 +231,9 @@ def test_what_is_no_key_is_no_traceback() -> None:
     assert problems[0] == "train.1=a: no such key (in conf/experiment/mine.yaml)"
     program = own_presets(experiment__mine="# @package _global_\ntrain:\n  epochs: {{epochs}}\n")
     _, problems = read_config(program, read_overrides(program, ["experiment=mine"]))
-    assert problems == ["conf/experiment/mine.yaml: line 3: cannot be read: found unhashable key"]
+    assert problems == [
+        "conf/experiment/mine.yaml: line 3: is not valid YAML: found unhashable key; correct the file"
+    ]
 
 
 @pytest.mark.slow

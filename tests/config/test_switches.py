@@ -1367,7 +1367,7 @@ def test_the_plan_says_why() -> None:
             " copy_stream, cudnn_benchmark, triton_kernels, cuda_graph (a small model), gc_freeze,"
             " optimizer fused"
         ),
-        "left off": "channels_last (no model with convolutions known here), compile (no model known to be large)",
+        "left off": "channels_last (the model is not known to have convolutions), compile (the model is not known to be large)",
     }
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
         "tuning": (
@@ -1376,7 +1376,7 @@ def test_the_plan_says_why() -> None:
             " (no fused lars)"
         ),
         "left off": (
-            "compile (under 2000 steps), cuda_graph (no small model of ours, and not compiled)"
+            "compile (under 2000 steps), cuda_graph (neither a small built-in model nor a compiled one)"
         ),
     }
     small = (

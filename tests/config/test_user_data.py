@@ -58,7 +58,7 @@ from tests.support.user_data import V2
         (
             "defaults: [inner",
             "",
-            "conf/experiment/mine.yaml: line 3: cannot be read: expected ',' or ']'",
+            "conf/experiment/mine.yaml: line 3: is not valid YAML: expected ',' or ']'",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def messages_of(config: Config) -> list[str]:
         ("data.transform=[3]", "data.transform[0]=3: must be a class with its arguments"),
         (
             "data.transforms=[{_target_:a.B}]",
-            "data.transforms.0._target_: arguments must be plain values, only data._target_",
+            "data.transforms.0._target_: arguments must be plain values, since only data._target_",
         ),
         (
             "data.splits.train.a._target_=a.B",

@@ -75,9 +75,9 @@ def test_a_key_that_takes_both_readings_keeps_its_value() -> None:
     [
         ("a: 1\nb: 2\na: 3", "f: line 3: a is there twice; keep one of them"),
         ("a: {b: 1, b: 2}", "f: line 1: b is there twice; keep one of them"),
-        ("a: [1,2", "f: line 1: cannot be read: expected ',' or ']'"),
-        ("\ta: 1", "f: line 1: cannot be read: found character '\\t'"),
-        ("a: 1\n---\nb: 2", "f: line 2: cannot be read: but found another document"),
+        ("a: [1,2", "f: line 1: is not valid YAML: expected ',' or ']'"),
+        ("\ta: 1", "f: line 1: is not valid YAML: found character '\\t'"),
+        ("a: 1\n---\nb: 2", "f: line 2: is not valid YAML: but found another document"),
     ],
 )
 def test_broken_file_is_named_with_its_line(text: str, message: str) -> None:

@@ -131,4 +131,4 @@ def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPa
         UserDataset(Clips(), 0)
     with pytest.raises(DataError, match="Stream has no __getitem__") as caught:
         UserDataset(Stream(), 0)
-    assert "or an iterable one, with __iter__" in caught.value.remedy
+    assert "or an iterable one, which has __iter__" in caught.value.remedy

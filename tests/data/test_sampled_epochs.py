@@ -180,7 +180,7 @@ def test_samplers_that_no_plan_can_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="gives another order each time it is created"):
         opened("ClassesTogether", seed=None)
     with pytest.raises(
-        ConfigError, match="Endless has no __len__, or it is 0, and steps are planned by it"
+        ConfigError, match="Endless needs a __len__ above 0, by which steps are planned"
     ):
         opened("Endless")
     with pytest.raises(ConfigError, match="cannot be called with bats=3, labels="):

@@ -164,7 +164,7 @@ def test_a_stream_with_a_state_resumes_by_it(tmp_path: Path, env: dict[str, str]
     assert begun.count("1 16") == 3 and begun.count("2 0") == 3
     log = (tmp_path / "part" / "logs" / "rank_0.log").read_text()
     assert "resumed by its own state" in log
-    assert "in one loader process (of tuning.num_workers=2 each would" in log
+    assert "in one loader process (with tuning.num_workers=2, each would" in log
 
 
 @pytest.mark.nightly

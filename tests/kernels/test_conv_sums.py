@@ -623,8 +623,8 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, ModuleSpec | None] = {"cudnn": None}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, find_spec(name)))
     assert case_of(RESNET, GPU).problems == [
-        "tuning.conv_sums=true: needs nvidia-cudnn-frontend (pip install -e '.[cudnn]'); without"
-        " that use tuning.conv_sums=false"
+        "tuning.conv_sums=true: needs nvidia-cudnn-frontend (pip install -e '.[cudnn]'); otherwise"
+        " use tuning.conv_sums=false"
     ]
     found["cudnn"] = find_spec("torch")
     assert case_of(RESNET, GPU).problems == []
@@ -637,5 +637,5 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     }.items():
         assert case_of(f"{RESNET} {words}", GPU).problems == [
-            f"tuning.conv_sums=true: needs {needed}; without that use tuning.conv_sums=false"
+            f"tuning.conv_sums=true: needs {needed}; otherwise use tuning.conv_sums=false"
         ], words

@@ -34,6 +34,8 @@ def program() -> Program:
         experiment__folder=f"{RUN}hydra: {{sweep: {{subdir: 'seed_${{seed}}'}}}}\n",
         experiment__first=f"{RUN}run_dir: a\n",
         experiment__second=f"{RUN}run_dir: b\n",
+        experiment__plain=f"{RUN}seed: 1\n",
+        experiment__measured=f"{RUN}sweep: {{baseline: true}}\n",
         experiment__pool=f"""{RUN}defaults:
   - override /hydra/launcher: pool
 hydra: {{launcher: {{processes_at_once: 2}}}}
@@ -91,6 +93,8 @@ def test_swept_preset_cannot_say_what_all_trials_share(program: Program) -> None
     assert refused(program, "experiment=first,second") == [
         "run_dir=b: all trials share it, but another trial has run_dir=a; give one value"
     ]
+    (problem,) = refused(program, "experiment=plain,measured")
+    assert problem.startswith("sweep.baseline=true: all trials share it, but another trial has")
     problems = refused(program, "experiment=grid,pool")
     assert [problem.partition(", which")[0] for problem in problems] == [
         "experiment=grid: sets hydra.sweeper",

@@ -27,7 +27,7 @@ class LanguageModelConfig(TaskConfig):
     )
     sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
     sample_temperature: float = key(
-        0.8, "of that text; towards 0, ever more the likeliest token", above=0
+        0.8, "temperature of that text; the lower, the more often the likeliest token", above=0
     )
 
     def problems(self, run: RequestedRun) -> Iterator[Problem]:
