@@ -15,9 +15,15 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from ddp_lab.prove.tolerances import SCRIPT_ALLOWED, TINY
+from ddp_lab.prove.tolerances import CLEAR_GRADIENT, SCRIPT_ALLOWED, TINY, WEIGHTS_ALLOWED
 from ddp_train.distributed.child_environments import proof_environment
-from ddp_train.distributed.environment import DRAWS, GRADIENTS, world_from_environment
+from ddp_train.distributed.environment import (
+    BY_LOOP,
+    BY_OPTIMIZER,
+    DRAWS,
+    GRADIENTS,
+    world_from_environment,
+)
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.text import counted
@@ -47,10 +53,10 @@ DRAWN_WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class Record:
-    """The gradients and buffers that one run of the script has recorded."""
+    """The gradients, changes of weights and buffers that one run of the script has recorded."""
 
     arrays: Mapping[str, np.ndarray]
-    """Gradients and buffers by their names, as `update 1 layer.weight`."""
+    """These by their names, as `update 1 layer.weight`."""
     draws_by_process: bool
 
     @property
@@ -178,7 +184,7 @@ def read(file: Path) -> Record:
 
 
 def differences_of(one: Record, several: Record, allowed: float) -> list[Difference]:
-    """The differences of all gradients and buffers, the first update first, then by size.
+    """The differences of all that was recorded: the first update first, then by size.
 
     allowed: what is rounding, and comes last.
 
@@ -195,21 +201,45 @@ def differences_of(one: Record, several: Record, allowed: float) -> list[Differe
     for name in names:
         first, second = one.arrays.get(name), several.arrays.get(name)
         scale = max(_largest(first), _largest(second), largest[_group_of(name)] / 100)
-        found.append(Difference(name, _distance(first, second) / scale))
+        if name.startswith(BY_OPTIMIZER):
+            of_gradient = name.replace(BY_OPTIMIZER, "update")
+            least = CLEAR_GRADIENT * max(
+                _largest(one.arrays.get(of_gradient)), largest[_group_of(of_gradient)] / 100
+            )
+            first, second = _with_clear(first, second, one.arrays.get(of_gradient), least)
+        share = _distance(first, second) / scale
+        if name.startswith((BY_OPTIMIZER, BY_LOOP)) and share <= WEIGHTS_ALLOWED["fp64"]:
+            share = 0.0
+        found.append(Difference(name, share))
     return sorted(found, key=partial(_place_of, allowed=allowed))
 
 
-def _place_of(difference: Difference, allowed: float) -> tuple[bool, bool, str, float]:
+def _with_clear(
+    one: np.ndarray | None, other: np.ndarray | None, gradient: np.ndarray | None, least: float
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """An optimizer's changes of a parameter where its gradient is not less than `least`.
+
+    None where a process has no gradient: that is told itself.
+    """
+    if one is None or other is None or gradient is None or one.shape != other.shape:
+        return None, None
+    is_clear = np.abs(gradient) >= least
+    return one[is_clear], other[is_clear]
+
+
+def _place_of(difference: Difference, allowed: float) -> tuple[bool, bool, int, str, float]:
     """A key that sorts differences beyond rounding first: by update, buffers last."""
     group = _group_of(difference.name)
     is_rounding = difference.share <= allowed
     if is_rounding:
         group = ""
-    return is_rounding, group == "buffer", group, -difference.share
+    _, _, number = group.rpartition(" ")
+    place = int(number) if number.isdigit() else 0
+    return is_rounding, group == "buffer", place, group, -difference.share
 
 
 def _group_of(name: str) -> str:
-    """`update 1`, or `buffer`."""
+    """`update 1`, `weights after update 1` or `buffer`."""
     words = name.split(" ")
     return " ".join(words[:-1])
 
@@ -262,7 +292,8 @@ def verdict(differences: Sequence[Difference], cause: str, allowed: float) -> st
 
 def _updates_in(differences: Sequence[Difference]) -> str:
     """`update 1`, or `the first 3 updates`."""
-    groups = {_group_of(difference.name) for difference in differences} - {"buffer"}
+    groups = {_group_of(difference.name) for difference in differences}
+    groups = {group for group in groups if group.startswith("update")}
     return "update 1" if len(groups) == 1 else f"the first {len(groups)} updates"
 
 

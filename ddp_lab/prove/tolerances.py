@@ -17,6 +17,13 @@ A sum of n numbers in another order differs by some sqrt(n) times its rounding, 
 n = 100,000 it is 2e-3 and 4e-12. The loops of examples/ differ by 3e-5 at most, those of
 tests/sessions/loops.py, in float64, by 2e-14.
 """
+CLEAR_GRADIENT = 1e-4
+"""The part of the largest gradient from which on changes of weights are compared.
+
+What an optimizer makes of a gradient may be as uncertain as that itself: Adam's first change is its
+sign. A gradient that is rounded by 1e-10 of the largest one (`SCRIPT_ALLOWED`) is known to 1e-6 of
+itself if it is 1e-4 of that, which leaves a factor of 10 to `WEIGHTS_ALLOWED` for earlier updates.
+"""
 TINY = 1e-30
 """Smallest number that something is compared with."""
 

@@ -356,8 +356,9 @@ class Steps:
         """Count a step as done, and close it."""
         self.numbers.end_step(self.loop.position.step, step.samples)
         draws_by_rank = self.watches.end_step(step.samples)
-        if draws_by_rank and self.update_record:
-            self.update_record.draws_by_process = True
+        if self.update_record:
+            self.update_record.draws_by_process |= draws_by_rank
+            self.update_record.end_step(self.loop.position.step + 1)
         self.loop.position.batch += 1
         self.loop.position.step += 1
         for place in step.places:

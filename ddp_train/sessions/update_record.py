@@ -1,7 +1,8 @@
-"""The gradients of a session's first updates, for `ddp-train prove train.py`.
+"""The gradients and changes of a session's first updates, for `ddp-train prove train.py`.
 
 Each update is taken back: all begin with the same weights, so that rounding does not grow, and
-gradients on another number of processes are the same or not.
+gradients on another number of processes are the same or not. So are, in float64, the changes that
+optimizers make with them, and those that the loop makes by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_train.distributed.environment import DRAWS, GRADIENTS
+from ddp_train.distributed.environment import BY_LOOP, BY_OPTIMIZER, DRAWS, GRADIENTS
 from ddp_train.sessions.parameter_groups import parameters_of
 
 UPDATES = 3
@@ -27,6 +28,8 @@ UPDATES = 3
 short last batch comes in the last of them."""
 MOST_STEPS = 50
 """Steps of the loop after which an optimizer without an update is waited for no longer."""
+ROUNDING = 1e-10
+"""The part of the largest weight that what adds and subtracts again (SAM) may leave."""
 DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -43,7 +46,10 @@ class UpdateRecord:
         self.updates: dict[Optimizer, int] = {}
         """Updates of each optimizer that run.resume got."""
         self.gradients: dict[str, Tensor] = {}
-        """Gradients on this process, with the update and the name of the parameter."""
+        """Gradients, and changes of weights, on this process: with the update and the name of the
+        parameter."""
+        self.known: dict[str, Tensor] = {}
+        """The weights in float64, as they are known to be, by the names of the parameters."""
         self.draws_by_process = False
         """A step has drawn random numbers that depend on the process."""
         self._weights: list[tuple[Tensor, Tensor]] = []
@@ -60,6 +66,9 @@ class UpdateRecord:
         """
         self.module = module
         self.updates = dict.fromkeys(optimizers, 0)
+        for name, parameter in module.named_parameters():
+            if parameter.dtype == torch.float64:
+                self.known[name] = parameter.detach().clone()
         for layer in module.modules():
             if isinstance(layer, DROPOUTS):
                 layer.p = 0.0
@@ -68,6 +77,20 @@ class UpdateRecord:
         """True after the step of the loop that is the last one to look at."""
         has_all = bool(self.updates) and min(self.updates.values()) >= UPDATES
         return has_all or step >= MOST_STEPS
+
+    @torch.no_grad()
+    def end_step(self, step: int) -> None:
+        """Record what the loop itself has changed in weights. step: of the loop, from 1."""
+        if self.module is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            known = self.known.get(name)
+            if known is None or known.shape != parameter.shape:
+                continue
+            change = parameter - known
+            if change.numel() and change.abs().max() > ROUNDING * known.abs().max():
+                self.gradients[f"{BY_LOOP} {step} {name}"] = _as_written(change)
+                known.copy_(parameter)
 
     def close(self) -> None:
         """See no more updates."""
@@ -96,12 +119,16 @@ class UpdateRecord:
             return
         self.updates[optimizer] += 1
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        number = self.updates[optimizer]
         for parameter, before in self._weights:
+            change = parameter - before
             parameter.copy_(before)
             name = names.get(id(parameter))
-            if name and parameter.grad is not None and self.updates[optimizer] <= UPDATES:
-                key = f"update {self.updates[optimizer]} {name}"
-                self.gradients[key] = _as_written(parameter.grad)
+            if not name or parameter.grad is None or number > UPDATES:
+                continue
+            self.gradients[f"update {number} {name}"] = _as_written(parameter.grad)
+            if change.dtype == torch.float64:
+                self.gradients[f"{BY_OPTIMIZER} {number} {name}"] = _as_written(change)
         self._weights = []
 
 
