@@ -54,7 +54,7 @@ def plain_extra_state(name: str, value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value
-    return plain_state(value, f"what get_extra_state returns for {name}")
+    return plain_state(value, f"the result of get_extra_state for {name}")
 
 
 def problem_of_state(state: Any) -> str:

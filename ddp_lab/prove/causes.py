@@ -28,7 +28,8 @@ PADDING = (
     " since the longest of a micro-batch depends on the number of processes"
 )
 UNITS = (
-    "return the number of what the losses are summed over: it must add up over the parts of a batch"
+    "return the number of units that the losses are summed over: it must add up over the parts of"
+    " a batch"
 )
 SEEDED_DRAWS = "draw with torch's functions, which are seeded by seed, process and step"
 SEEDED_MODEL = f"{SEEDED_DRAWS}; no clock, no id()"
@@ -130,8 +131,8 @@ class Divided:
         if losses_differ:
             return self._mean()
         text = (
-            "the losses add up, but the gradients do not: the cause is a backward pass of its own,"
-            " or a layer that could not be watched"
+            "the losses add up, but the gradients do not: the cause is a custom backward pass, or"
+            " a layer that could not be watched"
         )
         remedy = "look at autograd functions and hooks of the model; try parts of it separately"
         return Cause("unknown", text, remedy)
@@ -321,7 +322,7 @@ def of_evaluation(metric: str, generator: str, asked: list[str], changed_state: 
     """
     text = f"{metric} depends on which process scores which batch"
     if generator:
-        text += f": {generator} generator is drawn from while a set is scored"
+        text += f": it draws from {generator} generator while a set is scored"
         return Cause("randomness", text, "draw nothing in eval mode")
     if asked:
         text += f": model, data set or score use {listed(asked)}"

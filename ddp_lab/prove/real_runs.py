@@ -117,7 +117,7 @@ class RealRuns:
         if not self.config.prove.runs:
             return LEFT_OUT
         if "job" in failed or not self.examined.precision:
-            return "the job does not begin"
+            return "the job does not start"
         return ""
 
     # --- the checks -------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def _factor_of(code: Code, pace: Pace) -> Factor:
     try:
         inspect.signature(target).bind(0, pace.length, **code.arguments)
     except TypeError as error:
-        rule = f"must accept (step, steps) and the arguments given beside it: {error}"
+        rule = f"must accept (step, steps) and the other keys of schedule: {error}"
         raise ConfigError([f"{SECTION}._target_={code.target}: {rule}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass

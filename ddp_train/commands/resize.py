@@ -17,7 +17,7 @@ from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.text import did_you_mean, words_to_resume
+from ddp_train.text import counted, did_you_mean, words_to_resume
 
 RESIZE = "resize"
 
@@ -41,7 +41,7 @@ def resize(argv: list[str]) -> int:
     count = int(argv[1])
     config, owner = _running_run(run_dir, count, command)
     if count == config.launch.nproc_per_node:
-        print(f"{command}: the run has {count} already")
+        print(f"{command}: the run has {counted(count, 'process')} already")
         return 0
     if count not in config.process_counts:
         allowed = shown_counts(config.process_counts)

@@ -297,4 +297,4 @@ def _mirror(url: str, run_dir: Path) -> Iterator[Problem]:
             found, ("is lost when the process ends"), "name a folder on another disk, file:///..."
         )
     elif kind in ("file", "local") and place.is_relative_to(run_dir.resolve()):
-        yield Problem(found, "lies in the run directory", "name a folder on another disk")
+        yield Problem(found, "is inside the run directory", "name a folder on another disk")

@@ -132,7 +132,7 @@ def _check_run(found: str, file: Path, text: str, keys: Collection[str]) -> None
     is_in_group = file.parent.name in {*OPTIONS, *PRESETS}
     is_option = is_in_group and not is_whole
     if sets_a_run(text) or "defaults" in keys or is_option:
-        remedy = f"choose it by {PRESETS[0]}={file.stem}, from {FOLDER}/{PRESETS[0]}/"
+        remedy = f"move it to {FOLDER}/{PRESETS[0]}/, and choose it by {PRESETS[0]}={file.stem}"
         if is_in_group:
             remedy = f"choose it by {file.parent.name}={file.stem}"
         raise ConfigError([f"{found}: is a preset; {remedy}"])

@@ -165,7 +165,7 @@ def further_problems(config: Config) -> Iterator[Problem]:
             yield Problem(
                 item.key,
                 f"{whose} a metric named {item.name} too",
-                "give this one another, name: NAME",
+                "set another name by name: NAME",
             )
         names.add(item.name)
 

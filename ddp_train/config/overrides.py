@@ -235,7 +235,7 @@ class _Reader:
             self._refuse(
                 argument,
                 (
-                    "a section takes no mapping; set each key by itself, for example"
+                    "a section takes no mapping; set each key separately, for example"
                     f" {group}.{key}={shown(value)}"
                 ),
             )

@@ -7,9 +7,9 @@ from ddp_train.data.batch_plan import BatchPlan, NumberedEpochs
 from ddp_train.errors import DataError
 
 SAME_DRAWS = (
-    "let it draw from torch's, numpy's or Python's global generators, which are seeded alike"
-    " before each epoch, or from a generator of its own with a fixed seed; it must not depend on"
-    " the rank or the time"
+    "let it draw from torch's, numpy's or Python's global generators, which are seeded in the same"
+    " way before each epoch, or from a generator of its own with a fixed seed; it must not depend"
+    " on the rank or the time"
 )
 
 

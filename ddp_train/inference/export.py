@@ -93,7 +93,7 @@ def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:
             "if yours is one, let the data set return (input, ...) instead of a dict, and train it"
             " for one step"
         )
-        problem = "mode=export: a sample of the data does not begin with the model's input"
+        problem = "mode=export: the first part of a sample is not the model's input"
         raise ConfigError([f"{problem}; {rule}; {remedy}"])
     generator = torch.Generator().manual_seed(hash_key(0, "export", size))
     shape = (size, *manifest["input_shape"])

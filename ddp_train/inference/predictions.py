@@ -72,9 +72,7 @@ def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor
     remedy = "return tensors with a row per sample: {'prediction': outputs.argmax(1)}"
     if not has_own_columns(task):
         source = f"the task {type(task).__name__} has no predictions(), and its predict()"
-        remedy = (
-            f"add predictions(model, batch), and {remedy} (pad or sum up what differs in number)"
-        )
+        remedy = f"add a method predictions(model, batch) to the task, and {remedy}"
     if not isinstance(predictions, Mapping) or not predictions:
         raise TaskError(f"{source} returned a {type(predictions).__name__}", remedy)
     columns = {}

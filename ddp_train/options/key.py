@@ -143,7 +143,7 @@ def _broken_count(value: Any, name: str, may_be_auto: bool) -> str:
     is_ascending = span.high is None or span.low <= span.high
     if not span.low or not is_ascending:
         low = max(1, min(span.low, high))
-        rule = "must be a range LOW:HIGH with LOW at least 1, and at most HIGH"
+        rule = "must be a range LOW:HIGH with 1 <= LOW <= HIGH"
         return f"{rule}; use {name}={low}:{max(span.low, high)}"
     return ""
 

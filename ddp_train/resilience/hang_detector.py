@@ -291,6 +291,6 @@ def warning_of(straggler: int, observations: Sequence[Observation]) -> str:
     *others, most = sorted(observation.work_share for observation in observations)
     return (
         f"warning: rank {straggler} is slower than the others: it spends {most:.0%} of its time in"
-        f" data and forward, mostly {phase}; the others at most {others[-1]:.0%}, and then wait for"
-        " it"
+        f" data and forward, mostly {phase}; the others spend at most {others[-1]:.0%} there, and"
+        " then wait for it"
     )

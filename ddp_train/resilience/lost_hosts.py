@@ -82,5 +82,5 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be read: %s; what was lost is not counted", run_dir / FILE, error)
+        log.warning("%s cannot be read: %s; the lost steps are not counted", run_dir / FILE, error)
         return None

@@ -125,7 +125,10 @@ class FailureReporter:
             failure = replace(failure, log="")
         snapshot = snapshot_file(self.run_dir, rank)
         if failure.kind == "oom" and snapshot.exists():
-            detail = f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})"
+            detail = (
+                f"{failure.detail}; a snapshot of the GPU's memory is in {snapshot} (open it at"
+                f" {VIEWER})"
+            )
             return replace(failure, detail=detail)
         return failure
 

@@ -74,7 +74,8 @@ def fetch_alone(config: Config, attempt: int) -> str:
         if newest_here < 0 or not resumes:
             raise
         log.warning(
-            "%s; the run goes on from its own checkpoint of step %d, and tries again with each one",
+            "%s; the run continues from its own checkpoint of step %d, and the next checkpoint"
+            " will try again",
             error,
             newest_here,
         )

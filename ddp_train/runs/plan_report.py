@@ -71,7 +71,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     rows["task"] = task_row(config.task, facts.task)
     metric_names = [metric.name for metric in further_metrics(config)]
     if metric_names:
-        rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
+        rows["metrics"] = f"{', '.join(metric_names)}, besides those of the task"
     if facts.own_statistics and config.process_count > 1 and not config.strategy.fixes_bits:
         rows["batch norm"] = (
             "statistics of each process's own samples, so the result depends on the number of"
@@ -137,7 +137,7 @@ def _model_row(facts: PlanFacts) -> str:
     text += f", of which {facts.trained_parameters:,} train"
     if model.freeze_epochs:
         step = model.freeze_epochs * facts.plan.steps_per_epoch
-        text += f"; what is frozen trains from step {step:,} on"
+        text += f"; frozen parameters train from step {step:,} on"
     return text
 
 

@@ -185,8 +185,8 @@ def _attribute_of(path: str) -> str:
 def _places_of(names: Iterable[str]) -> str:
     """Where state is saved."""
     if all(map(_is_of_models, names)):
-        return "a buffer (register_buffer), or in what get_extra_state returns"
-    return "an object that run.resume gets, in what its state_dict returns"
+        return "a buffer (register_buffer), or in the result of get_extra_state"
+    return "the state_dict of an object that run.resume gets"
 
 
 def _is_of_models(name: str) -> bool:

@@ -205,7 +205,7 @@ def _check_processes(loader: DataLoader[Any], method: str) -> None:
             )
     unused = {}
     if loader.timeout:
-        unused[f"timeout={loader.timeout:g}"] = "timeout_seconds of the session finds what hangs"
+        unused[f"timeout={loader.timeout:g}"] = "timeout_seconds of the session detects hangs"
     if loader.pin_memory_device:
         device = loader.pin_memory_device
         unused[f"pin_memory_device={device!r}"] = "batches come on run.device"

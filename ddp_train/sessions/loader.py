@@ -43,7 +43,7 @@ from ddp_train.text import counted
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
-    "use a generator with a seed for random_split and for what shuffles before the `with`, or"
+    "use a generator with a seed for random_split and all other shuffling before the `with`, or"
     " create the data set inside of the `with`, where all processes draw the same"
 )
 

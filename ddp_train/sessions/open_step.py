@@ -72,8 +72,8 @@ class OpenStep:
             if len(self.shares) == 1:
                 return next(iter(self.shares.values()))
             raise UsageError(
-                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, and"
-                " processes divide each in another way",
+                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, so it"
+                " is not known which samples the losses belong to",
                 "name the loader of these losses: run.mean(losses, of=loader)",
             )
         share = self.shares.get(id(loader))

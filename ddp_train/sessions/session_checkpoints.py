@@ -153,7 +153,7 @@ class SessionCheckpoints:
         differing = sorted({*saved} ^ {*self.objects})
         if differing:
             raise DataError(
-                f"{path} has {_listed(saved)} beside the model, but run.resume got"
+                f"{path} has {_listed(saved)} besides the model, but run.resume got"
                 f" {_listed(self.objects)}; they differ in {', '.join(differing)}",
                 SAME_OBJECTS,
             )

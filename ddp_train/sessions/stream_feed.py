@@ -119,7 +119,7 @@ class StreamFeed:
         self.reader.drop_last = self.drop_last
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
-        self.problem_of_state = "its loader processes are ahead of what is done"
+        self.problem_of_state = "its loader processes have read ahead"
         if not self.num_workers:
             self.problem_of_state = problem_of_state(self.stream)
         """Why it is read past what is done; "" if it goes on by its own state."""
@@ -143,7 +143,9 @@ class StreamFeed:
         if samples is None:
             raise TypeError(f"{self.name} has no length")
         if self.split_by_node:
-            raise TypeError(f"{self.name} tells the length of this process's part alone")
+            raise TypeError(
+                f"the __len__ of {self.name} is the length of this process's part alone"
+            )
         return samples // self.size if self.drop_last else -(-samples // self.size)
 
     def set_epoch(self, epoch: int) -> None:

@@ -142,7 +142,8 @@ class TrainingLoader:
         if not place.is_over or (saved and place.was_done_before(steps.loop.position)):
             raise UsageError(
                 "run.update_bn was called inside of the loop over its loader",
-                "call it after that loop, or make a loader for it alone by run.loader",
+                "call it after that loop, or give it a loader of its own: run.loader(data,"
+                " global_batch_size=64)",
             )
         if saved:
             del steps.loaders.saved[self.number]

@@ -70,7 +70,7 @@ class FurtherMetrics:
 
     def _add(self, named: NamedMetric, name: str, metric: Any) -> None:
         if name in self.metrics:
-            _refuse(named.key, f"two metrics have the name {name}; give it another, name: NAME")
+            _refuse(named.key, f"two metrics have the name {name}; set another name by name: NAME")
         if name in RESERVED:
             rule = f"metrics.jsonl has a {name} of its own"
             _refuse(named.key, f"{rule}; give the metric another name, name: NAME")
@@ -138,7 +138,7 @@ class FurtherMetrics:
                 numbers = dict(_numbers(name, metric.compute(), key))
             for number in numbers:
                 if number in values:
-                    problem = f"two metrics have the name {number}; give it another, name: NAME"
+                    problem = f"two metrics have the name {number}; set another name by name: NAME"
                     _refuse(key, problem)
             values |= numbers
             self.number_names[name] = list(numbers)
@@ -182,7 +182,7 @@ class FurtherMetrics:
         owners = [metric for metric, names in self.number_names.items() if name in names]
         key = self.keys[owners[0]]
         if name in task_metrics or name in RESERVED:
-            problem = f"the task has a metric {name} itself; give this one another, name: NAME"
+            problem = f"the task has a metric {name} itself; set another name by name: NAME"
             _refuse(key, problem)
         if math.isnan(direct) and math.isnan(value):
             return

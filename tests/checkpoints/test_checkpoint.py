@@ -512,7 +512,9 @@ def test_extra_state_that_is_no_plain_data_is_named() -> None:
     model = WithExtraState()
     assert problem_of_extra_state(model) == ""
     model.extra = Path("a")
-    assert "get_extra_state returns for _extra_state is not plain" in problem_of_extra_state(model)
+    assert "the result of get_extra_state for _extra_state is not plain" in problem_of_extra_state(
+        model
+    )
 
 
 def test_extra_state_takes_numbers_of_numpy(tmp_path: Path) -> None:

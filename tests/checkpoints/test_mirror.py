@@ -392,8 +392,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
     ("url", "said"),
     [
         ("runs/mirror", "must be a URL; use s3://BUCKET/RUN, or file:///"),
-        ("file://HERE/run/", "lies in the run directory; name a folder on another disk"),
-        ("file://HERE/run/checkpoints", "lies in the run directory"),
+        ("file://HERE/run/", "is inside the run directory; name a folder on another disk"),
+        ("file://HERE/run/checkpoints", "is inside the run directory"),
         ("memory://run", "is lost when the process ends; name a folder on another disk"),
         ("s4://bucket/run", "fsspec knows no s4://; did you mean s3?"),
     ],

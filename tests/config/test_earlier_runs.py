@@ -399,12 +399,12 @@ def test_a_preset_is_no_config_of_a_run() -> None:
     )
     program = own_presets(experiment__mine=preset)
     Path("mine.yaml").write_text(preset)
-    for file, where in (
+    for file, first in (
         ("conf/experiment/mine.yaml", ""),
-        ("mine.yaml", ", from conf/experiment/"),
+        ("mine.yaml", "move it to conf/experiment/, and "),
     ):
         _, problems = read_config(program, read_overrides(program, [f"config={file}"]))
-        assert problems == [f"config={file}: is a preset; choose it by experiment=mine{where}"]
+        assert problems == [f"config={file}: is a preset; {first}choose it by experiment=mine"]
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ BAD: dict[str, list[str]] = {
     "fooo.api_key=hunter2": ["fooo.api_key=(hidden): no such key"],
     "+model=mlp": ["+model=mlp: model has a value already; use model=mlp"],
     "optimizer={lr:0.1}": [
-        "optimizer={lr:0.1}: a section takes no mapping; set each key by itself, for example optimizer.lr=0.1"
+        "optimizer={lr:0.1}: a section takes no mapping; set each key separately, for example optimizer.lr=0.1"
     ],
     "launch.rdzv_endpoint=foo": ["has an effect only with several hosts"],
     "train.epoch=3": ["did you mean train.epochs?"],

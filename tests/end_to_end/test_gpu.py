@@ -603,7 +603,7 @@ def test_a_gpu_that_is_out_of_memory_leaves_a_snapshot(history: bool, tmp_path: 
     snapshot = tmp_path / "run/memory/rank_0.pickle"
     assert (done.returncode, failure["kind"]) == (70, "oom"), done.stderr
     assert (
-        f"the GPU's memory then: {snapshot} (see https://pytorch.org/memory_viz)"
+        f"a snapshot of the GPU's memory is in {snapshot} (open it at https://pytorch.org/memory_viz)"
         in failure["detail"]
     )
     found = pickle.loads(snapshot.read_bytes())

@@ -38,7 +38,7 @@ class Depends(nn.Linear):
             {},
             ConfigError,
             (
-                "a sample of the data does not begin with the model's input; only models whose"
+                "the first part of a sample is not the model's input; only models whose"
                 " input is one tensor"
             ),
         ),

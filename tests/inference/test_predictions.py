@@ -101,7 +101,7 @@ def test_columns_without_a_row_per_sample_name_their_method() -> None:
         checked_columns({"prediction": torch.zeros(5)}, 4, Multilabel())
     with pytest.raises(TaskError, match="the task Nodes has no predictions") as caught:
         checked_columns({"output": torch.zeros(5, 2)}, 4, type("Nodes", (Task,), {})())
-    assert caught.value.remedy.startswith("add predictions(model, batch)")
+    assert caught.value.remedy.startswith("add a method predictions(model, batch)")
 
 
 def test_the_columns_of_each_task() -> None:

@@ -131,7 +131,7 @@ def test_what_does_not_train_keeps_its_number(mode: str) -> None:
             {},
             CORES,
             None,
-            "with LOW at least 1, and at most HIGH; use launch.nproc_per_node=2:4",
+            "with 1 <= LOW <= HIGH; use launch.nproc_per_node=2:4",
         ),
         ("0:2", {}, CORES, None, "use launch.nproc_per_node=1:2"),
         (

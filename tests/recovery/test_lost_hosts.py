@@ -88,10 +88,7 @@ def asked_config(
         ),
         (
             asked_config("3:2"),
-            (
-                "launch.nnodes=3:2: must be a range LOW:HIGH with LOW at least 1, and at most"
-                " HIGH; use"
-            ),
+            ("launch.nnodes=3:2: must be a range LOW:HIGH with 1 <= LOW <= HIGH; use"),
         ),
         (
             asked_config("1:1"),

@@ -17,8 +17,7 @@ from tests.support.session_ranks import session_on
 
 CHANGED = (
     "optimizer.count, optimizer.seen['mean'] changed during training but is in no checkpoint, so a"
-    " resumed run starts it again; keep it in an object that run.resume gets, in what its"
-    " state_dict returns"
+    " resumed run starts it again; keep it in the state_dict of an object that run.resume gets"
 )
 
 

@@ -466,7 +466,7 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ({"num_clases": 2}, "Unexpected keyword arguments"),
         (
             {"name": "accuracy"},
-            "the task has a metric accuracy itself; give this one another, name: NAME",
+            "the task has a metric accuracy itself; set another name by name: NAME",
         ),
         ({"name": "step"}, "metrics.jsonl has a step of its own"),
         (
@@ -508,7 +508,7 @@ def test_what_is_no_metric_for_the_task_is_named_in_setup(
 def test_a_name_belongs_to_one_metric() -> None:
     """A vector has names that only show when it is computed, and so has a task of one's own."""
     with pytest.raises(
-        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give it another"
+        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; set another"
     ):
         set_up([F1 | {"average": "none", "name": "f1"}, F1 | {"name": "f1_0"}])
     task = {"_target_": f"{HERE}.ScoresAverage"}
@@ -640,14 +640,14 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
-        "metrics[0]: task=auto has a metric named top5 too; give this one another, name: NAME"
+        "metrics[0]: task=auto has a metric named top5 too; set another name by name: NAME"
     ]
     assert asked(F1_OF_TEN, F1_OF_TEN | {"better": "high", "name": "a.b"}, F1_OF_TEN) == [
         "metrics[1].name=a.b: must be a name of letters, digits and _",
         "metrics[1].better=high: must be one of max, min",
         (
-            "metrics[2]: another item has a metric named multiclass_f1_score too; give this one"
-            " another, name: NAME"
+            "metrics[2]: another item has a metric named multiclass_f1_score too; set another name"
+            " by name: NAME"
         ),
     ]
     assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked(

@@ -34,7 +34,7 @@ def test_live_page_comes_seldom_and_warns_once_of_a_full_disk(
     )
     page.write(is_running=True)
     page.write(is_running=True)
-    assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
+    assert capsys.readouterr().err.count("No space left on device; the run continues") == 1
     LivePage(folder, {}).write()
     assert capsys.readouterr().err.endswith("No space left on device\n"), (
         "nothing goes on after the last page"

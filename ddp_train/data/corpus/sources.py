@@ -62,7 +62,7 @@ def open_text_set(
     The other parameters are keys of TextConfig. Raises DataError if it lies in what trains.
     """
     if path is not None and Path(given).resolve().is_relative_to(Path(path).resolve()):
-        _refuse_training_text(where, f"it lies in data.path={path}")
+        _refuse_training_text(where, f"it is in data.path={path}")
     documents = read_documents(given, glob or "*.txt")
     codec = Tokenizer(tokenizer) if tokenizer else Bytes()
     tokens = codec.encode_documents(documents)

@@ -107,7 +107,7 @@ class LivePage(NoPage):
         path = self.run_dir / REPORT
         text = f"{path} cannot be written: {type(error).__name__}: {first_line(error)}"
         if is_running:
-            text += "; the run goes on"
+            text += "; the run continues"
         print(f"note: {text}", file=sys.stderr)
 
     def _size(self) -> int:
