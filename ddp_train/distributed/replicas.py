@@ -65,8 +65,9 @@ def kind_of_processor(device: torch.device) -> float:
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
     """Factors of a variance of 1: [LEVELS, FACTORS], float64, the same on all processes."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(LEVELS, FACTORS, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = (LEVELS, FACTORS)
+    drawn = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
     return ((2 * drawn - 1) * math.sqrt(3)).to(device)
 
 

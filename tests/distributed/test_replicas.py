@@ -67,7 +67,7 @@ def test_weights_of_one_norm_that_differ_are_named(dtype: torch.dtype, name: str
 
 
 def drifted(world: World, share: float, is_other_processor: bool) -> str:
-    net = nn.Linear(300, 300).double()
+    net = nn.Linear(300, 300, device="cpu").double()
     torch.manual_seed(0)
     net.reset_parameters()
     net.weight.data.mul_(1 + share * world.rank)
@@ -78,6 +78,15 @@ def drifted(world: World, share: float, is_other_processor: bool) -> str:
         except ModelError as error:
             return str(error)
     return ""
+
+
+def said_on_another_default_device(world: World) -> str:
+    with torch.device("meta"):
+        return drifted(world, 0.0, False)
+
+
+def test_default_device_of_a_script_does_not_matter() -> None:
+    assert on_ranks(2, said_on_another_default_device) == ["", ""]
 
 
 def test_rounding_of_other_processors_is_no_difference() -> None:
