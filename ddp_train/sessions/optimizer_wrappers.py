@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 DEEPEST = 5
 """Levels at which a saved object may hold a wrapper."""
 LOST = (
-    "%s is around %s, and its own state, which changed in training, is in no checkpoint: a resumed"
-    " run begins it anew; %s: run.resume(..., %s=%s)"
+    "%s is around the optimizer that run.resume got as %s. Its own state, which changed in"
+    " training, is in no checkpoint: a resumed run begins it anew; %s: run.resume(..., %s=%s)"
 )
 BY_ID = (
     "%s: its state_dict names tensors by id(), which is another in each process: a resumed run does"
@@ -97,7 +97,10 @@ class OptimizerWrappers:
         remedy = "name both"
         if not (hasattr(wrapper, "state_dict") and hasattr(wrapper, "load_state_dict")):
             remedy = f"give {kind} state_dict and load_state_dict, and name both"
-        log.warning(LOST, f"{name} ({kind})", inside, remedy, name.rpartition(".")[2], name)
+        argument = name.rpartition(".")[2]
+        if argument in self.objects:
+            argument = snake_case(kind)
+        log.warning(LOST, f"{name} ({kind})", inside, remedy, argument, name)
 
 
 def _keys_of(state: Any, levels: int) -> Iterable[int]:

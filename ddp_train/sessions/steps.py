@@ -180,6 +180,7 @@ class Steps:
 
     def begin_pass(self) -> None:
         """Called where a loader begins a pass over its data, before it takes any."""
+        self.watches.begin_pass()
         if self.saving:
             self.saving.checkpoints.checkpoint_watch.begin_epoch()
         if self.epoch_beginning and self.loop.open_epoch:

@@ -50,6 +50,11 @@ class TrainingLoader:
         """Facts that identify the batches."""
         return self.feed.facts
 
+    @property
+    def parts(self) -> list[Any]:
+        """Objects that give the batches: the data set, a sampler."""
+        return [self.dataset, *vars(self.feed).values()]
+
     def __len__(self) -> int:
         """Batches of a pass over the data as they are now, as many on all processes; inside of a
         resumed epoch, those left."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
@@ -14,6 +15,7 @@ from ddp_train.distributed.world import World
 from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.first_epoch import FirstEpoch
 from ddp_train.sessions.first_step import FirstStep
+from ddp_train.sessions.loop_generators import LoopGenerators
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.score_watch import ScoreWatch
@@ -39,16 +41,31 @@ class Watches:
         """None when this process has done a step."""
         self.first_epoch: FirstEpoch | None = None
         """None before the loop over epochs begins."""
+        self.generators: LoopGenerators | None = None
+        """On rank 0 alone."""
+        self.whole_epochs = False
 
     def begin_epochs(self, saved: Collection[Any] | None, whole: bool) -> None:
         """Called where the loop over epochs begins. saved, whole: see `FirstEpoch`."""
         self.first_epoch = FirstEpoch(self.world, saved, whole)
+        self.whole_epochs = whole
+        if self.world.is_leader and saved is not None:
+            beside = [one for one in saved if not isinstance(one, nn.Module | Optimizer)]
+            self.generators = LoopGenerators(beside)
         self.scores.scored_elsewhere = False  # a pass that sets the model up is no score
 
     def begin_epoch(self, is_last: bool) -> None:
         """Called before an epoch begins. is_last: none follows it."""
         if self.first_epoch and (self.first_epoch.epochs or not is_last):
             self.first_epoch.look_over_epochs()
+        if self.generators:
+            self.generators.begin_epoch()
+
+    def begin_pass(self) -> None:
+        """Called where a loader begins a pass over its data."""
+        # What an epoch makes before is made again where all are resumed at their beginnings.
+        if self.generators and not self.whole_epochs:
+            self.generators.note()
 
     def begin_step(self) -> None:
         """Called when the generators were seeded for a step."""
@@ -131,3 +148,5 @@ class Watches:
         """Compare what each process has of its own samples alone. A collective."""
         if self.first_epoch:
             self.first_epoch.compare(device)
+        if self.generators:
+            self.generators.end_epoch([loader.parts for loader in self.loaders.current])

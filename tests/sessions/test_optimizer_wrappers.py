@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_train.distributed.world import World
 from ddp_train.sessions import optimizer_wrappers
-from ddp_train.sessions.optimizer_wrappers import BY_ID
+from ddp_train.sessions.optimizer_wrappers import BY_ID, LOST
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
@@ -137,19 +137,21 @@ CASES: list[tuple[Callable[[Optimizer], Any], str, list[str]]] = [
     (
         Lookahead,
         "base",
-        [
-            "around (Lookahead) is around base, and its own state, which changed in training, is in"
-            " no checkpoint: a resumed run begins it anew; name both: run.resume(..., around=around)"
-        ],
+        [LOST % ("around (Lookahead)", "base", "name both", "around", "around")],
     ),
     (Lookahead, "both", [BY_ID % "around"]),
     (
         Warmup,
         "base",
         [
-            "around (Warmup) is around base, and its own state, which changed in training, is in no"
-            " checkpoint: a resumed run begins it anew; give Warmup state_dict and load_state_dict,"
-            " and name both: run.resume(..., around=around)"
+            LOST
+            % (
+                "around (Warmup)",
+                "base",
+                "give Warmup state_dict and load_state_dict, and name both",
+                "around",
+                "around",
+            )
         ],
     ),
     (Warmup, "holder", []),
