@@ -86,7 +86,7 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
         if not score.predictions.is_empty:
             return names + module.further_metrics.try_out(score.predictions, names)
     problem = (
-        f"no {module.task.unit} of the scored set counts, so the metrics would have no value; use"
+        f"the loss counts no {module.task.unit} of the scored set, so metrics have no value; use"
         " metrics=[]"
     )
     raise ConfigError([f"metrics=[...]: {problem}"])

@@ -163,7 +163,7 @@ def ground_in(run_dir: Path) -> dict[str, Any]:
         earlier = EarlierRun.of_file(run_dir)
     except ConfigError:
         rule = f"its {FILE} is not the config of a run, and the command does not say what to train"
-        remedy = "use another run_dir, or say it, for example by model=NAME"
+        remedy = "use another run_dir, or add model=NAME or experiment=NAME"
         raise ConfigError([f"run_dir={run_dir}: {rule}; {remedy}"]) from None
     before = earlier.config()
     if before.uses_trained:

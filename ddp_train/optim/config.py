@@ -40,7 +40,8 @@ class BuiltInOptimizerConfig(OptimizerConfig):
         if self.lr_scaling == "none" and not has_default:
             yield Problem(
                 f"optimizer.lr_base_batch={self.lr_base_batch}",
-                "has an effect only with optimizer.lr_scaling=linear or sqrt",
+                "has an effect only with optimizer.lr_scaling",
+                "add optimizer.lr_scaling=linear, or leave it out",
             )
         if self.lr_scaling != "none" and has_default and run.config.data.batch_by == "tokens":
             yield Problem(
@@ -67,7 +68,7 @@ class SgdConfig(BuiltInOptimizerConfig):
     def problems(self, run: RequestedRun) -> Iterator[Problem]:
         yield from super().problems(run)
         if self.nesterov and not self.momentum:
-            yield Problem("optimizer.nesterov=true", "needs optimizer.momentum above 0")
+            yield Problem("optimizer.nesterov=true", "needs momentum", "add optimizer.momentum=0.9")
 
 
 @dataclass

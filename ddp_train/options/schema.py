@@ -151,12 +151,14 @@ class ModelConfig:
         if self.init_ignore and self.init_from is None and self.weights is None:
             yield Problem(
                 f"model.init_ignore={shown(self.init_ignore)}",
-                "has an effect only with model.init_from=PATH",
+                "has an effect only with model.init_from",
+                "add model.init_from=PATH, or leave it out",
             )
         if self.freeze_epochs is not None and not self.freeze:
             yield Problem(
                 f"model.freeze_epochs={self.freeze_epochs}",
-                "has an effect only with model.freeze=[GLOB]",
+                "has an effect only with model.freeze",
+                "add model.freeze=[GLOB], or leave it out",
             )
 
     def _misfits(self, data: DataConfig) -> Iterator[Problem]:

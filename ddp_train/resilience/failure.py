@@ -59,8 +59,8 @@ _LIMITS = {
     ),
     "Expected more than 1 value per channel": (
         "batch norm cannot train on one sample, and a process has only one here (often in the last"
-        " batch of an epoch): change train.global_batch_size, or use another norm; if"
-        " the layer is frozen, name it in model.freeze"
+        " batch of an epoch): change train.global_batch_size, or use another norm; a"
+        " frozen layer stays in eval mode if model.freeze names it"
     ),
 }
 """Limits of the host and of torch: patterns of their messages, and remedies."""

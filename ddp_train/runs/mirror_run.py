@@ -117,7 +117,7 @@ def _checked_config(
     remedy = "name another folder as checkpoint.mirror"
     problems = list(differences_of_runs(earlier, config, place, remedy))
     if problems:
-        raise DataError("; ".join(map(str, problems)), "one folder is for one run")
+        raise DataError("; ".join(map(str, problems)), "give each run a folder of its own")
     return earlier
 
 

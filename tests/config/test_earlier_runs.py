@@ -153,7 +153,7 @@ def test_a_config_file_that_cannot_be_trained_is_refused(tmp_path: Path) -> None
         Path("mine/config.yaml").write_text(text)
         assert problems_of("run_dir=mine", "train.epochs=1") == [
             "run_dir=mine: its config.yaml is not the config of a run, and the command does not say"
-            " what to train; use another run_dir, or say it, for example by model=NAME"
+            " what to train; use another run_dir, or add model=NAME or experiment=NAME"
         ]
 
 

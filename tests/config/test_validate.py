@@ -264,7 +264,7 @@ BAD: dict[str, list[str]] = {
         "launch.nproc_per_node=1",
     ],
     "optimizer.momentum=0 optimizer.nesterov=true": [
-        "nesterov=true: needs optimizer.momentum above 0"
+        "nesterov=true: needs momentum; add optimizer.momentum=0.9"
     ],
     "train.max_steps=10 schedule.warmup_steps=10": [
         "schedule.warmup_steps=10",
@@ -279,7 +279,9 @@ BAD: dict[str, list[str]] = {
     "train.evaluate_every_epochs=2 train.evaluate_every_steps=9": [
         "contradicts train.evaluate_every_epochs=2; give one of them"
     ],
-    "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
+    "optimizer.lr_base_batch=512": [
+        "only with optimizer.lr_scaling; add optimizer.lr_scaling=linear"
+    ],
     "optimizer=adadelta tuning.optimizer=fused": [
         "no fused adadelta; use tuning.optimizer=foreach"
     ],

@@ -538,7 +538,9 @@ def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(
     assert further and further.merged(further.new_states()).keys() == {
         f"f1_{place}" for place in range(CLASSES)
     }
-    with pytest.raises(ConfigError, match=r"metrics=\[...\]: no unit of the scored set counts"):
+    with pytest.raises(
+        ConfigError, match=r"metrics=\[...\]: the loss counts no unit of the scored set"
+    ):
         set_up(items, none, task=task)
     source = ArraySource(LOGITS, none)
     config = config_with(

@@ -89,6 +89,7 @@ class DdpConfig(StrategyConfig):
             yield Problem(
                 f"strategy.powersgd_rank={self.powersgd_rank}",
                 "has an effect only with strategy.comm_hook=powersgd",
+                "add that, or leave it out",
             )
         if self.comm_hook == "powersgd" and self.static_graph:
             yield Problem(

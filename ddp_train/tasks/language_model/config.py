@@ -39,5 +39,7 @@ class LanguageModelConfig(TaskConfig):
             value = getattr(self, name)
             if value != getattr(default, name):
                 yield Problem(
-                    f"task.{name}={shown(value)}", "has an effect only with task.sample_tokens"
+                    f"task.{name}={shown(value)}",
+                    "has an effect only with task.sample_tokens",
+                    "add task.sample_tokens=200, or leave it out",
                 )
