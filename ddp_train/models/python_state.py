@@ -330,8 +330,13 @@ def _hash_tensor(tensor: Tensor) -> str:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     stride = max(1, len(flat) // MOST_NUMBERS)
     numbers = flat[::stride].cpu().contiguous()
+    kind = str(tensor.dtype)
+    if tensor.is_floating_point():
+        # torchvision's detectors convert their anchors to the dtype of a batch.
+        numbers = numbers.double()
+        kind = "floating-point"
     content = numbers.view(torch.uint8).numpy().tobytes() if numbers.numel() else b""
-    return _hash(content, tuple(tensor.shape), tensor.dtype)
+    return _hash(content, tuple(tensor.shape), kind)
 
 
 def _digest(value: Any) -> str | None:
