@@ -79,7 +79,14 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
             f" {method}(list(data), batch_size=256)",
         )
     if not len(dataset):
-        raise UsageError(f"{method}: {name} has no samples", "check its arguments")
+        remedy = "check its arguments"
+        if method == "run.loader":
+            remedy += (
+                "; a buffer that is filled later is no data set: take run.loader(range(64),"
+                " global_batch_size=64, shuffle=False, repeat=True), draw the numbers of a whole"
+                " batch on all processes alike, and use buffer[numbers[mine]] for mine in loader"
+            )
+        raise UsageError(f"{method}: {name} has no samples", remedy)
     if type(dataset) is TensorDataset and collate is None:
         return Rows(dataset)
     source = UserDataset(dataset, seed, collate=collate or default_collate)
