@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.settings import UsageError
 from ddp_train.tensor_tree import tensors
 
@@ -88,8 +90,11 @@ class ScoreWatch:
             log.warning(CARRIED)
         self.returned += _memory_of(outputs)
 
-    def see_sum(self, processes: int) -> None:
-        if self.scored_elsewhere and not self.has_warned and processes > 1:
+    def see_sum(self, processes: int, value: Any = 1) -> None:
+        """Called before a value is added up. 0 counts nothing twice: the call is a barrier."""
+        is_barrier = isinstance(value, int) and value == 0
+        may_warn = self.scored_elsewhere and not self.has_warned and processes > 1
+        if may_warn and not is_barrier and not _is_divided_again():
             self.has_warned = True
             log.warning(
                 "run.sum: the model got batches that are not from run.test_loader. If each process"
@@ -98,6 +103,14 @@ class ScoreWatch:
                 processes,
             )
         self.scored_elsewhere = False
+
+
+def _is_divided_again() -> bool:
+    """Whether the line of the user's that adds up names the number of processes, as a mean does."""
+    for frame in user_frames():
+        code = frame.f_code
+        return ".processes" in linecache.getline(code.co_filename, frame.f_lineno)
+    return False
 
 
 def _memory_of(value: Any) -> list[StorageWeakRef]:

@@ -122,7 +122,7 @@ class Watches:
     def see_sum(self, call: str, value: Any) -> None:
         """Called when a value is added up, or gathered, over all processes. call: SUM or GATHER."""
         if call == SUM:
-            self.scores.see_sum(self.world.size)
+            self.scores.see_sum(self.world.size, value)
         if self.first_step:
             self.first_step.see_sum(value)
         if self.first_epoch:

@@ -37,6 +37,31 @@ def test_one_process_may_sum_what_it_likes(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
+def summed(world: World, what: str) -> list[str]:
+    """What is told where a model has scored rows that are not a loader's before `run.sum`."""
+    messages: list[str] = []
+    score_watch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        model = run.wrap(nn.Linear(4, 1))
+        optimizer = sgd(model)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            score = model(torch.ones(2, 4)).sum().item()
+            if what == "barrier":
+                run.sum(0)
+            elif what == "mean":
+                print(run.sum(score) / run.processes)
+            else:
+                print(run.sum(score))
+    return messages
+
+
+@pytest.mark.parametrize(("what", "count"), [("barrier", 0), ("mean", 0), ("score", 1)])
+def test_only_sums_that_count_scores_twice_are_told(what: str, count: int) -> None:
+    leader, *_ = on_ranks(3, summed, what)
+    assert len(leader) == count
+
+
 class Recurrent(nn.Module):
     """A network whose outputs are inputs for the next batch."""
 
