@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from ddp_train.distributed.environment import BY_LOOP, BY_OPTIMIZER, DRAWS, GRADIENTS
+from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.sessions.parameter_groups import parameters_of
 
 UPDATES = 3
@@ -118,6 +119,7 @@ class UpdateRecord:
         if optimizer not in self.updates or self.module is None:
             return
         self.updates[optimizer] += 1
+        check_same_weights(self.module)  # a checkpoint, which would do it, is never reached
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         number = self.updates[optimizer]
         for parameter, before in self._weights:

@@ -74,10 +74,12 @@ with ddp_train.session("runs/mine", processes=2, max_restarts=1) as run:
             run.mean(losses).backward()
             size = outputs.detach().abs().mean().item() if len(outputs) else 0.0
             if sys.argv[1] == "own optimizer":
+                optimizer.scale = 1 / run.processes
+            if sys.argv[1] == "apart":
                 optimizer.scale = size
             optimizer.step()
             if sys.argv[1] in ("own decay", "alike"):
-                factor = size if sys.argv[1] == "own decay" else 1.0
+                factor = 1 / run.processes if sys.argv[1] == "own decay" else 1.0
                 with torch.no_grad():
                     for weight in model.parameters():
                         weight.mul_(1 - 0.1 * factor)
@@ -212,6 +214,19 @@ def test_scripts_that_depend_on_the_processes_are_told(
         assert worst.name.startswith(first)
     else:
         assert worst.share < allowed / 100
+
+
+@pytest.mark.slow
+def test_weights_that_come_apart_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Gradients, and updates of the process that writes them, may agree all the same."""
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    assert prove_script([str(script), "apart", "double"]) == 65
+    captured = capfd.readouterr()
+    assert "on 3 processes it ended with 65" in captured.out
+    assert "the weights are not the same on all processes" in captured.out + captured.err
 
 
 @pytest.mark.nightly
