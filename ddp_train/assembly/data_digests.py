@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 SAME_FILES = (
     "give all hosts the same files. If a data set of your own draws random numbers when it is"
-    " created, seed them; sort what it reads from a set. A stream must give all processes the same"
-    " samples: leave rank and split_by_node out"
+    " created, seed them; loop over sorted(...) where it loops over a Python set. A stream must"
+    " give all processes the same samples: leave rank and split_by_node out"
 )
 
 

@@ -103,4 +103,7 @@ def problems_of_presets(hydra: DictConfig, is_sweep: bool) -> Iterator[tuple[str
             yield key, fixed.problem(value)
     if hydra.mode == RunMode.MULTIRUN and not is_sweep:
         rule = "a preset cannot start a sweep"
-        yield "hydra.mode", Problem("hydra.mode=MULTIRUN", rule, "add -m, or leave it out")
+        yield (
+            "hydra.mode",
+            Problem("hydra.mode=MULTIRUN", rule, "add -m to the command, or leave the key out"),
+        )

@@ -226,7 +226,7 @@ def check_same_data(
         f"data={name}{where} changed since the checkpoint: {what}",
         "restore the old data, or start a new run with checkpoint.resume=never; if the files are"
         " unchanged, the data set has another order each time it is created: seed its random"
-        " numbers, and sort what it reads from a set",
+        " numbers, and loop over sorted(...) where it loops over a Python set",
     )
 
 

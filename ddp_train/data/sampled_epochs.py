@@ -211,8 +211,8 @@ class EpochsInBatches(SampledEpochs):
         if epoch and len(drawn.numbers) != len(self):
             raise DataError(
                 f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, but {len(self):,}"
-                " in the first, and samples are counted by that",
-                "make both the same in each epoch, or train in a loop of your own"
+                " in epoch 1, by which the run counts samples",
+                "make it give as many samples in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 

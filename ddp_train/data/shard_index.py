@@ -26,8 +26,12 @@ BLOCK = 512
 """Bytes; tar files consist of blocks."""
 CHUNK = 1 << 20
 """Bytes of padding that are read at a time."""
-COMPRESSED_STARTS = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
-"""First two bytes of gzip, bzip2, xz and zstandard."""
+UNPACKERS = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
+"""The program that unpacks a file, by its first two bytes."""
+FILES_ALONE = (
+    "write it again with files alone: tar --sort=name --dereference --hard-dereference -cf"
+    " SHARD.tar ..."
+)
 SORT = "write it again with sorted names: tar --sort=name -cf SHARD.tar ..."
 WRITE_AGAIN = "write the shard again, or fetch it again"
 
@@ -208,13 +212,14 @@ def _members(path: str, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             archive.members.clear()  # type: ignore[attr-defined]  it would keep all of them
             if member.issparse() or not (member.isfile() or member.isdir()):
                 problem = f"{member.name} is a link or a sparse file"
-                raise _damaged(path, member.offset, problem, SORT)
+                raise _damaged(path, member.offset, problem, FILES_ALONE)
             if member.isfile():
                 yield member
     except tarfile.TarError as error:
-        if _is_compressed(path):
-            problem = "is compressed, so samples cannot be read in any order"
-            raise _damaged(path, 0, problem, "unpack it: gunzip") from error
+        unpacker = _unpacker(path)
+        if unpacker:
+            problem = "it is compressed, but samples are read in random order"
+            raise _damaged(path, 0, problem, f"unpack it: {unpacker} {path}") from error
         offset = archive.offset if archive else end
         raise _damaged(path, offset, str(error)) from error
     _check_end(path, file, end)
@@ -246,9 +251,10 @@ def _check_end(path: str, file: BinaryIO, end: int) -> None:
         chunk = file.read(CHUNK)
 
 
-def _is_compressed(path: str) -> bool:
+def _unpacker(path: str) -> str:
+    """The program that unpacks a compressed file; "" for any other file."""
     with Path(path).open("rb") as file:
-        return file.read(2) in COMPRESSED_STARTS
+        return UNPACKERS.get(file.read(2), "")
 
 
 def _damaged(path: str, offset: int, problem: str, remedy: str = WRITE_AGAIN) -> DataError:

@@ -83,8 +83,8 @@ class Trained(nn.Module):
         `label`, a list of names.
 
         Raises ConfigError if the task cannot predict from inputs alone or its code is not trusted,
-        DataError if the samples do not fit into one batch, and TaskError if a task of your own does
-        not return one row per sample.
+        DataError if `samples` is empty or their shapes differ, and TaskError if a task of your own
+        does not return one row per sample.
         """
         if isinstance(samples, str | PathLike) or not len(samples):
             raise DataError(

@@ -174,8 +174,8 @@ class NonFiniteCheck:
         numbers = [number for batch in bad for number in batch.indices.tolist()]
         log.error("the loss of these samples is not finite: %s", numbers)
         if self.non_finite_samples is None:
-            return self._error(f"{detail}; samples here: {_listed(numbers)}", step, rank)
-        samples_here = f"{counted(len(numbers), 'sample')} here"
+            return self._error(f"{detail}; samples of this rank: {_listed(numbers)}", step, rank)
+        samples_here = f"{counted(len(numbers), 'sample')} of this rank"
         culprit_samples = [number for batch in bad for number in self.non_finite_samples(batch)]
         if culprit_samples:
             own = [number for number in culprit_samples if number in numbers]

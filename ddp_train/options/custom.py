@@ -312,7 +312,9 @@ class CustomDataConfig(CustomOption, DataConfig):
                 guess = did_you_mean(name, list(SPLITS))
                 yield Problem(found, f"the splits are {', '.join(SPLITS)}{guess}")
             elif not isinstance(part, dict):
-                yield Problem(found, "must be arguments", f"use data.splits.{name}.NAME=VALUE")
+                yield Problem(
+                    found, "must be arguments of your class", f"use data.splits.{name}.NAME=VALUE"
+                )
 
     def _same_split_problems(self) -> Iterator[Problem]:
         """A split whose arguments are those of the training set, but for what tells nothing."""

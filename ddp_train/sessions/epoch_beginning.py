@@ -20,13 +20,14 @@ from ddp_train.tensor_tree import tensors
 log = logging.getLogger(__name__)
 DONE_AGAIN = (
     "%s: changed in an epoch before its first batch. A run that is resumed inside of the epoch"
-    " does that again, and ends with other weights. Do it after the loop over batches; or resume"
-    " at the beginning of an epoch: run.epochs(..., whole=True)"
+    " makes the change a second time, and ends with other weights. Do it after the loop over"
+    " batches; or resume at the beginning of an epoch: run.epochs(..., whole=True)"
 )
 WAS_DONE_AGAIN = (
-    "%s: changed before the first batch of an epoch inside of which the run was resumed, so it was"
-    " done again, and the weights will be other ones. Do it after the loop over batches; or resume"
-    " at the beginning of an epoch: run.epochs(..., whole=True). Then start over in another run_dir"
+    "%s: changed before the first batch of an epoch. The run was resumed inside of that epoch, so"
+    " the change was made twice, and the weights will differ. Do it after the loop over batches; or"
+    " resume at the beginning of an epoch: run.epochs(..., whole=True). Then start over in another"
+    " run_dir"
 )
 COUNT_OF_CALLS = "['_step_count']"
 """The end of a path: schedules count their calls, also of `step(epoch)`, which may come again."""

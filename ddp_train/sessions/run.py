@@ -284,7 +284,8 @@ class Run(MediaCalls):
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:
             raise UsageError(
-                f"run.epochs: count={count}, save_every={save_every}", "use whole numbers above 0"
+                f"run.epochs: count={count}, save_every={save_every}",
+                "use a count of 0 or more, and save_every=1 or more",
             )
         return steps.epochs(count, save_every, whole)
 

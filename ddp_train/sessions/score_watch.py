@@ -19,8 +19,9 @@ from ddp_train.tensor_tree import tensors
 TAKEN_OVER_STEPS = (
     "the batches of run.test_loader were taken in several steps of training, but each process has"
     " other batches, and another number of them",
-    "take them all in one loop, and keep a batch, not an iterator: next(iter(test_loader)). To"
-    " train on pairs use two loaders of run.loader, or a data set of pairs",
+    "take them all in one loop. For one batch to look at keep the batch, not the iterator:"
+    " batch = next(iter(test_loader)). To train on pairs use two loaders of run.loader, or a data"
+    " set of pairs",
 )
 CARRIED = (
     "run.test_loader: the model got what it returned for an earlier batch (a hidden state, for"

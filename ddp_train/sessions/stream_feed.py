@@ -407,8 +407,8 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         )
     if arguments.shuffle or arguments.sampler is not None or arguments.batch_sampler is not None:
         raise UsageError(
-            f"{method}: {name} is a stream, and shuffle, sampler and batch_sampler need samples"
-            " with numbers",
+            f"{method}: {name} is a stream, but shuffle, sampler and batch_sampler need a data set"
+            " that is read by index (__getitem__)",
             "shuffle in the stream itself, for example within a buffer",
         )
     arguments.check(method)

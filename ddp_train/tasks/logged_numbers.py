@@ -408,9 +408,9 @@ def log(
     """Log a number of your own: in the loss of a task, in a model, or in a hook.
 
     The number appears in metrics.jsonl, on the page of the run, in trackers, and in `ddp-train
-    compare` and `watch`. Each line of metrics.jsonl has one, computed over all samples of all
-    processes since the line before. A call neither communicates nor waits for the device. In
-    evaluations calls have no effect: return numbers from `Task.score` instead.
+    compare` and `watch`. Each `train` line of metrics.jsonl has one value, computed over all
+    samples of all processes since the line before. A call neither communicates nor waits for the
+    device. In evaluations calls have no effect: return numbers from `Task.score` instead.
 
     name: slashes make groups, for example vae/kl.
     values: the numbers of this process: a tensor [n, ...] with one per sample or token, which are

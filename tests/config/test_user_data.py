@@ -108,7 +108,7 @@ def messages_of(config: Config) -> list[str]:
         ),
         (
             "data.splits.train=3 data.splits.test.a=1",
-            "data.splits.train=3: must be arguments; use data.splits.train.NA",
+            "data.splits.train=3: must be arguments of your class; use data.splits.train.NA",
         ),
         (
             "data.splits.train.x=1 data.splits.test.x=1",

@@ -163,7 +163,7 @@ def damage(path: Path, kind: str) -> None:
         ("cut in its end", r"a\.tar at byte \d+: it is cut off here"),
         ("lost header", r"a\.tar at byte 5120: content after the end of the archive"),
         ("two archives", r"a\.tar at byte 20480: content after the end of the archive"),
-        ("gzip", r"a\.tar at byte 0: is compressed"),
+        ("gzip", r"a\.tar at byte 0: it is compressed"),
         (
             "no field",
             (

@@ -646,7 +646,9 @@ def test_nan_on_one_rank_stops_all_before_the_step_and_names_it(tmp_path: Path) 
         1,
         3,
     )  # three steps were done
-    assert "rank 1" in failure["detail"] and "samples here are finite: " in failure["detail"]
+    assert (
+        "rank 1" in failure["detail"] and "samples of this rank are finite: " in failure["detail"]
+    )
     (fatal,) = fatal_lines(done.stderr)
     assert "non_finite_loss (rank 1 on" in fatal
     assert "Traceback" not in done.stderr

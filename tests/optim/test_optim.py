@@ -498,7 +498,7 @@ def test_device_keeps_a_bad_loss_out_of_the_weights(optimizer: str, clip: float 
     for look in (stepper.mean_loss, stepper.check):
         with pytest.raises(
             NonFiniteLossError,
-            match=f"step {step}: the loss is not finite on rank 0; samples here: .*40",
+            match=f"step {step}: the loss is not finite on rank 0; samples of this rank: .*40",
         ) as caught:
             look()
         assert caught.value.step == step, "and not the one that was done last"
@@ -524,7 +524,9 @@ def test_sample_with_nan_is_named_among_many() -> None:
             check.allows(3, None)
         detail = str(caught.value)
         if culprit:
-            assert detail.endswith("of the 48 samples here these have NaN or infinite data: 47")
+            assert detail.endswith(
+                "of the 48 samples of this rank these have NaN or infinite data: 47"
+            )
             assert caught.value.remedy == "correct those samples, or leave them out"
         else:
             assert found in detail and detail.endswith("and 20 more, all in the log of this rank")
@@ -533,9 +535,13 @@ def test_sample_with_nan_is_named_among_many() -> None:
 @pytest.mark.parametrize(
     ("bad", "mixes", "found"),
     [
-        ((11, 12, 14), True, "of the 4 samples here these have NaN or infinite data: 12, 14"),
+        (
+            (11, 12, 14),
+            True,
+            "of the 4 samples of this rank these have NaN or infinite data: 12, 14",
+        ),
         ((11,), True, "the sample that is mixed into the first of them is not: 11"),
-        ((11,), False, "the data of the 4 samples here are finite: 12, 13, 14, 15"),
+        ((11,), False, "the data of the 4 samples of this rank are finite: 12, 13, 14, 15"),
     ],
 )
 def test_sample_before_is_named_if_it_alone_is_the_cause(

@@ -395,7 +395,7 @@ MISTAKES: list[tuple[Callable[[Any], None], str]] = [
     ),
     (
         loop_over(dataset=Stream(SHARED), shuffle=True, global_batch_size=2),
-        "and shuffle, sampler",
+        "but shuffle, sampler",
     ),
     (
         loop_over(dataset=ROWS, split_by_node=True, global_batch_size=2),

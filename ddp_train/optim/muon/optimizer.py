@@ -56,9 +56,9 @@ class Muon(SkippableOptimizer):
     communication has succeeded.
 
     params: parameters or parameter groups, as in torch's optimizers. A group without the key
-        `use_muon` is split into matrices and others. The group's `lr` applies to its matrices. The
-        others use the group's `adamw_lr`; without that key, the argument `adamw_lr` times the ratio
-        of the group's `lr` to the argument `lr`.
+        `use_muon` is split into matrices and others. The group's `lr` applies to its matrices. All
+        others use the group's `adamw_lr`. If the group has none, the argument `adamw_lr` is scaled
+        as the group's `lr` is: adamw_lr * group["lr"] / lr.
     lr: learning rate of matrices.
     momentum: b.
     nesterov: use Nesterov momentum.
