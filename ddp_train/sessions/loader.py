@@ -32,10 +32,10 @@ from ddp_train.models.put_back import leaving_nothing
 from ddp_train.resilience.heartbeat import EPOCH_END
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
-from ddp_train.sessions.score_watch import TAKEN_OVER_STEPS
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.update_record import UPDATES
+from ddp_train.sessions.watches.score_watch import TAKEN_OVER_STEPS
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, is_in_update_bn
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted

@@ -15,7 +15,7 @@ from ddp_train.sessions.models import Models
 from ddp_train.sessions.open_step import StatefulLoader, check_one_for_each_sample
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.updates import Updates
-from ddp_train.sessions.watches import Watches
+from ddp_train.sessions.watches.watches import Watches
 
 
 class MeanLosses:

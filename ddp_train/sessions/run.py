@@ -41,8 +41,8 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.stream_feed import stream_feed
 from ddp_train.sessions.training_loader import TrainingLoader
-from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
+from ddp_train.sessions.watches.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.telemetry.trackers.media import Media
 from ddp_train.telemetry.trackers.media_calls import MediaCalls

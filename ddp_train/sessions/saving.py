@@ -13,11 +13,11 @@ from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
-from ddp_train.sessions.optimizer_wrappers import OptimizerWrappers
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.session_keeper import SessionKeeper
 from ddp_train.sessions.session_loaders import SessionLoaders
-from ddp_train.sessions.unsaved import warn_of_unsaved_schedulers
+from ddp_train.sessions.watches.optimizer_wrappers import OptimizerWrappers
+from ddp_train.sessions.watches.unsaved import warn_of_unsaved_schedulers
 
 LOOK_AGAIN = 4
 """All objects are looked through at checkpoint 1, 4, 16 ...: for copies that are made late."""

@@ -28,7 +28,6 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.plain_state import plain_state
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.sessions.checkpoint_watch import CheckpointWatch
 from ddp_train.sessions.gradients import GradientWatch, as_saved, exchanged, put_back
 from ddp_train.sessions.models import as_one
 from ddp_train.sessions.parameter_groups import (
@@ -41,6 +40,7 @@ from ddp_train.sessions.parameter_groups import (
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.session_objects import Stateful, copies_on
 from ddp_train.sessions.settings import Settings
+from ddp_train.sessions.watches.checkpoint_watch import CheckpointWatch
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.preemption import StopController
-from ddp_train.sessions.epoch_beginning import EpochBeginning
 from ddp_train.sessions.exchange_watch import (
     END_OF_EPOCH,
     END_OF_SESSION,
@@ -43,7 +42,8 @@ from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.updates import Updates
 from ddp_train.sessions.values import meet
-from ddp_train.sessions.watches import Watches
+from ddp_train.sessions.watches.epoch_beginning import EpochBeginning
+from ddp_train.sessions.watches.watches import Watches
 from ddp_train.text import counted
 
 

@@ -18,7 +18,7 @@ from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.unsaved import refuse_unsaved_scaler
+from ddp_train.sessions.watches.unsaved import refuse_unsaved_scaler
 from ddp_train.sessions.wrapped import Wrapped
 
 SAME_UPDATES = (

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_step
-from ddp_train.sessions.beside_mean import BESIDE
+from ddp_train.sessions.watches import first_step
+from ddp_train.sessions.watches.beside_mean import BESIDE
 from tests.sessions.loops import rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

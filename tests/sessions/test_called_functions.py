@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions.carried_numbers import CARRIED
-from ddp_train.sessions.lost_variables import LOST
 from ddp_train.sessions.run import Run
+from ddp_train.sessions.watches.carried_numbers import CARRIED
+from ddp_train.sessions.watches.lost_variables import LOST
 from tests.sessions.kept_numbers import averaging, by_recent
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks

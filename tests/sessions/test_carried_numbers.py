@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions.carried_names import LoopCode
-from ddp_train.sessions.carried_numbers import CARRIED
-from ddp_train.sessions.lost_variables import LOST_OVER_EPOCHS
+from ddp_train.sessions.watches.carried_names import LoopCode
+from ddp_train.sessions.watches.carried_numbers import CARRIED
+from ddp_train.sessions.watches.lost_variables import LOST_OVER_EPOCHS
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import told_by

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import ddp_train
 from ddp_train.distributed.world import World
-from ddp_train.sessions import checkpoint_watch
+from ddp_train.sessions.watches import checkpoint_watch
 from tests.sessions.loops import net, rows
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

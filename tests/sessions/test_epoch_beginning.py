@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import epoch_beginning
-from ddp_train.sessions.epoch_beginning import DONE_AGAIN, WAS_DONE_AGAIN
+from ddp_train.sessions.watches import epoch_beginning
+from ddp_train.sessions.watches.epoch_beginning import DONE_AGAIN, WAS_DONE_AGAIN
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on

@@ -17,8 +17,8 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_epoch
-from ddp_train.sessions.first_step import SAME_ROWS, DrawsOfStep
+from ddp_train.sessions.watches import first_epoch
+from ddp_train.sessions.watches.first_step import SAME_ROWS, DrawsOfStep
 from tests.sessions.loops import BATCH, net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

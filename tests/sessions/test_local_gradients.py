@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import local_gradients
-from ddp_train.sessions.local_gradients import LOCAL_GRADIENTS
+from ddp_train.sessions.watches import local_gradients
+from ddp_train.sessions.watches.local_gradients import LOCAL_GRADIENTS
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import loop_generators
-from ddp_train.sessions.loop_generators import LOST
 from ddp_train.sessions.run import Run
+from ddp_train.sessions.watches import loop_generators
+from ddp_train.sessions.watches.loop_generators import LOST
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions import training_loader
-from ddp_train.sessions.carried_names import LoopCode
-from ddp_train.sessions.lost_variables import LOST, LOST_OVER_EPOCHS
 from ddp_train.sessions.run import Run
+from ddp_train.sessions.watches.carried_names import LoopCode
+from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on, told_by

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_step
-from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
+from ddp_train.sessions.watches import first_step
+from ddp_train.sessions.watches.mixed_rows import MIXED, mixes_rows
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
 

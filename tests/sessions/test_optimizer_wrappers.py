@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import optimizer_wrappers
-from ddp_train.sessions.optimizer_wrappers import BY_ID, LOST
+from ddp_train.sessions.watches import optimizer_wrappers
+from ddp_train.sessions.watches.optimizer_wrappers import BY_ID, LOST
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

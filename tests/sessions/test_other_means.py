@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ddp_train.sessions.other_means import other_mean
+from ddp_train.sessions.watches.other_means import other_mean
 
 LOGITS = torch.zeros(2, 3, 4, requires_grad=True)
 """Of three classes, for four tokens of two samples."""

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_epoch
-from ddp_train.sessions.row_tables import rows_of
+from ddp_train.sessions.watches import first_epoch
+from ddp_train.sessions.watches.row_tables import rows_of
 from tests.sessions.loops import BATCH, SAMPLES, net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import score_watch
-from ddp_train.sessions.score_watch import CARRIED, ScoreWatch
+from ddp_train.sessions.watches import score_watch
+from ddp_train.sessions.watches.score_watch import CARRIED, ScoreWatch
 from tests.sessions.loops import rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import ddp_train
 from ddp_train.plain_state import problem_of_state
-from ddp_train.sessions.states_of_ranks import (
+from ddp_train.sessions.watches.states_of_ranks import (
     buffers_apart,
     is_batch_norm_apart,
     is_statistic,

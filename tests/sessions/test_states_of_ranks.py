@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import checkpoint_watch
+from ddp_train.sessions.watches import checkpoint_watch
 from tests.sessions.loops import SAMPLES, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on

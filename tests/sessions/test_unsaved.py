@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from ddp_train.models.living_objects import living_objects
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.unsaved import (
+from ddp_train.sessions.watches.unsaved import (
     refuse_unsaved_scaler,
     refuse_unsaved_schedulers,
     warn_of_unsaved_schedulers,

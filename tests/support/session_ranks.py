@@ -11,10 +11,10 @@ from typing import Any
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
-from ddp_train.sessions import first_epoch
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.settings import Settings
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.watches import first_epoch
 
 
 class Interrupted(Exception):

@@ -13,7 +13,7 @@ from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.replicas import weight_with_nan
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.sessions.session_objects import Stateful, beside_states, copies_on
-from ddp_train.sessions.states_of_ranks import (
+from ddp_train.sessions.watches.states_of_ranks import (
     BufferOfRanks,
     buffers_apart,
     is_batch_norm_apart,

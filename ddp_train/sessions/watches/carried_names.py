@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_train.sessions.called_functions import CalledFunctions, is_local
-from ddp_train.sessions.code_names import containers_of, dotted, names_in, owner_of
-from ddp_train.sessions.frame_names import code_of, run_names
+from ddp_train.sessions.watches.called_functions import CalledFunctions, is_local
+from ddp_train.sessions.watches.code_names import containers_of, dotted, names_in, owner_of
+from ddp_train.sessions.watches.frame_names import code_of, run_names
 
 JUMPS = (ast.Continue, ast.Break)
 WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_groups"}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.models.loop_variables import user_frames
-from ddp_train.sessions.carried_names import LoopCode
-from ddp_train.sessions.code_names import as_code
-from ddp_train.sessions.states_of_ranks import are_same, numbers_of
+from ddp_train.sessions.watches.carried_names import LoopCode
+from ddp_train.sessions.watches.code_names import as_code
+from ddp_train.sessions.watches.states_of_ranks import are_same, numbers_of
 
 LOOKS = 3
 """Steps that are looked at: the first may set what each of the next changes."""

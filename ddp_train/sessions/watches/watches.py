@@ -13,13 +13,13 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
 from ddp_train.sessions.exchange_watch import SUM
-from ddp_train.sessions.first_epoch import FirstEpoch
-from ddp_train.sessions.first_step import FirstStep
-from ddp_train.sessions.loop_generators import LoopGenerators
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
-from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_loaders import SessionLoaders
+from ddp_train.sessions.watches.first_epoch import FirstEpoch
+from ddp_train.sessions.watches.first_step import FirstStep
+from ddp_train.sessions.watches.loop_generators import LoopGenerators
+from ddp_train.sessions.watches.score_watch import ScoreWatch
 
 
 class Watches:

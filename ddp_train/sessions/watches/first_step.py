@@ -15,12 +15,12 @@ from ddp_train.distributed.training_step import CURRENT
 from ddp_train.distributed.world import World
 from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm
-from ddp_train.sessions.beside_mean import BESIDE, BesideMean
-from ddp_train.sessions.local_gradients import LocalGradients
-from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
-from ddp_train.sessions.other_means import other_mean
-from ddp_train.sessions.padded_images import PaddedImages
+from ddp_train.sessions.watches.beside_mean import BESIDE, BesideMean
+from ddp_train.sessions.watches.local_gradients import LocalGradients
+from ddp_train.sessions.watches.mixed_rows import MIXED, mixes_rows
+from ddp_train.sessions.watches.other_means import other_mean
+from ddp_train.sessions.watches.padded_images import PaddedImages
 from ddp_train.tensor_tree import tensors
 
 SAME_ROWS = (

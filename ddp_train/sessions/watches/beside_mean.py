@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.training_step import CURRENT
-from ddp_train.sessions.mixed_rows import (
+from ddp_train.sessions.watches.mixed_rows import (
     can_be_tried,
     dimensions_of_samples,
     watched_operations,

@@ -14,12 +14,12 @@ from typing import Any
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.world import World
-from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.exchange_watch import SUM
-from ddp_train.sessions.first_step import SAME_ROWS
-from ddp_train.sessions.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
-from ddp_train.sessions.padded_images import PaddedImages
-from ddp_train.sessions.row_tables import RowTables, warning_of
+from ddp_train.sessions.watches.carried_numbers import CARRIED, CarriedNumbers
+from ddp_train.sessions.watches.first_step import SAME_ROWS
+from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
+from ddp_train.sessions.watches.padded_images import PaddedImages
+from ddp_train.sessions.watches.row_tables import RowTables, warning_of
 
 log = logging.getLogger(__name__)
 

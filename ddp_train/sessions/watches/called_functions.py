@@ -22,8 +22,8 @@ from torch import nn
 
 from ddp_train.models.loop_variables import locals_of
 from ddp_train.resilience.failure_report import is_foreign
-from ddp_train.sessions.code_names import KEPT, dotted, expression_of
-from ddp_train.sessions.frame_names import part_of, variable_of
+from ddp_train.sessions.watches.code_names import KEPT, dotted, expression_of
+from ddp_train.sessions.watches.frame_names import part_of, variable_of
 
 DEPTH = 4
 """Calls within calls that are followed."""

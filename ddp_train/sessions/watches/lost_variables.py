@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.models.loop_variables import user_frames
-from ddp_train.sessions.carried_names import EpochNames, LoopCode, LoopNames
-from ddp_train.sessions.code_names import as_code, owners_of
 from ddp_train.sessions.session_objects import has_torchs_state
+from ddp_train.sessions.watches.carried_names import EpochNames, LoopCode, LoopNames
+from ddp_train.sessions.watches.code_names import as_code, owners_of
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
