@@ -231,7 +231,7 @@ def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
     with pytest.raises(DataError, match="Runs gave 5 batches in epoch 2, but its __len__ was 4"):
         more.check_epochs(2)
     fewer = opened("Runs", option="batch_sampler", samples=np.arange(16), grows="samples")
-    with pytest.raises(DataError, match=r"gave 1[24] samples in epoch 2, but 16 in the first"):
+    with pytest.raises(DataError, match=r"gave 1[24] samples in epoch 2, but 16 in epoch 1"):
         fewer.check_epochs(9)
     name = "torch.utils.data.BatchSampler"
     numbers = {"sampler": [*range(20)], "drop_last": False}

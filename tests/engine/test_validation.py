@@ -812,7 +812,7 @@ def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -
     done = run(*words, THREE, "task._target_=typo.Halves", env=env)
     assert done.returncode == 2
     problem = (
-        "task._target_=typo.Halves: better['margn']: there is no metric margn, but loss, margin;"
+        "task._target_=typo.Halves: better['margn']: there is no metric margn; there are loss, margin;"
         " did you mean margin?"
     )
     assert done.stderr.count(problem) == 1 and "Traceback" not in done.stderr

@@ -179,9 +179,7 @@ def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
 def test_a_host_says_once_for_how_many_others_it_waits(cluster: Cluster) -> None:
     early, late = cluster.lab.hosts
     words = (*SMALL, "train.max_steps=2", "launch.nnodes=2", ENDPOINT)
-    waiting = (
-        "waiting for 1 of 2 hosts at node0:29400 (launch.join_timeout_seconds=600); here: node0\n"
-    )
+    waiting = "waiting for 1 of 2 hosts at node0:29400 (launch.join_timeout_seconds=600); present: node0\n"
     cluster.start(early, *words)
     wait_until(lambda: waiting in cluster.said(early.name), "line about the other host")
     cluster.start(late, *words)
