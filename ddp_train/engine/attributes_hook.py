@@ -1,5 +1,5 @@
-"""Names attributes that change in training and are in no checkpoint: of the model and of the task,
-and values in the groups of the optimizer."""
+"""Names attributes of the model and of the task, and values in the groups of the optimizer, that
+change in training and are in no checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 from ddp_train.engine.loop import Job
-from ddp_train.models.python_state import changed, state_of
+from ddp_train.models.python_state import attribute_of, replaced, state_of
 from ddp_train.optim.stepper import Stepper
 from ddp_train.telemetry.console import Display
 
@@ -51,18 +51,17 @@ class AttributesHook:
         if job.step != self.next_step:
             return
         now = unsaved_state(job)
-        names = [path for path in changed(self.before, now) if self._is_news(path)]
+        names = [path for path in replaced(self.before, now) if self._is_news(path)]
         self.before |= now
         self.told |= set(map(_attribute_of, names))
         if names:
             self.display.line(NOT_SAVED.format(", ".join(sorted(names)[:MOST_NAMES])))
 
     def _is_news(self, path: str) -> bool:
-        """Tell whether a change is to be named: not that of a cache that was filled."""
+        """Tell whether a change is to be named: it was not yet, and no hook makes it again."""
         attribute = _attribute_of(path)
-        if self.before.get(path, "None") == "None" or attribute in self.told:
-            return False
-        return attribute.rpartition(".")[2] not in self.set_again
+        is_set_again = attribute.rpartition(".")[2] in self.set_again
+        return attribute not in self.told and not is_set_again
 
 
 def unsaved_state(job: Job) -> dict[str, str]:
@@ -82,7 +81,7 @@ def unsaved_state(job: Job) -> dict[str, str]:
 
 
 def _values_of_groups(stepper: Stepper) -> Iterator[tuple[str, str]]:
-    """What the groups of the optimizer have beside parameters and what the schedule sets."""
+    """Values in the groups of the optimizer that the schedule does not set, by paths."""
     groups = stepper.optimizer.param_groups
     for place, (group, scheduled) in enumerate(zip(groups, stepper.values, strict=False)):
         for name, value in group.items():
@@ -117,7 +116,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _attribute_of(path: str) -> str:
-    """The path of the attribute that an item belongs to."""
+    """The path of the attribute that an item belongs to; each value of a group is its own."""
     if path.startswith("optimizer."):
         return path
-    return path.partition("[")[0]
+    return attribute_of(path)

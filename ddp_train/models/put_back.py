@@ -30,6 +30,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.data.user_dataset import UserDataset, parts_of
 from ddp_train.distributed.training_step import thrown_away
+from ddp_train.models.generators import get_state, is_generator, set_state
 from ddp_train.models.python_state import (
     MOST_ITEMS,
     State,
@@ -188,8 +189,8 @@ class Kept:
             self.contents.append(functools.partial(_set_bytes, value, bytes(value)))
         elif isinstance(value, Iterator):
             self._keep_iterator(value)
-        else:
-            self._keep_generator(value)
+        elif is_generator(value):
+            self.contents.append(functools.partial(set_state, value, get_state(value)))
         if isinstance(value, FunctionType):
             for cell in value.__closure__ or ():
                 self.holders.append(CellHolder(cell))
@@ -205,19 +206,6 @@ class Kept:
             tensor.grad = None  # else a pass would add to it
         content = tensor.detach().clone()
         self.contents.append(functools.partial(_set_tensor, tensor, content, gradient))
-
-    def _keep_generator(self, value: Any) -> None:
-        if isinstance(value, torch.Generator):
-            state = value.get_state()
-            self.contents.append(lambda: value.set_state(state) and None)
-        elif isinstance(value, np.random.Generator):
-            state = value.bit_generator.state
-            set_state = functools.partial(setattr, value.bit_generator, "state", state)
-            self.contents.append(set_state)
-        elif isinstance(value, np.random.RandomState):
-            self.contents.append(functools.partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self.contents.append(functools.partial(value.setstate, value.getstate()))
 
     def _keep_iterator(self, iterator: Iterator[Any]) -> None:
         self.iterators.append(KeptIterator(iterator))

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import operator
-import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_train.models.generators import get_state, is_generator
 from ddp_train.resilience.failure_report import is_foreign
 from ddp_train.tensor_tree import attributes_of
 
@@ -124,6 +124,16 @@ def look_through(
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """The paths whose value has changed, or is new."""
     return [path for path, value in after.items() if before.get(path) != value]
+
+
+def replaced(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The paths whose value has changed. A cache that was None, or not there, was only filled."""
+    return [path for path in changed(before, after) if before.get(path, "None") != "None"]
+
+
+def attribute_of(path: str) -> str:
+    """The path of the attribute that an item belongs to: `task.rates` of `task.rates[0]`."""
+    return path.partition("[")[0]
 
 
 class State:
@@ -349,19 +359,21 @@ def _digest(value: Any) -> str | None:
         flat = value.reshape(-1)
         stride = max(1, len(flat) // MOST_NUMBERS)
         return _hash(flat[::stride].tobytes(), value.shape)
-    if isinstance(value, torch.Generator):
-        return _hash(value.get_state().numpy().tobytes())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
+    if is_generator(value):
+        return digest_of_generator(value)
     if isinstance(value, np.generic | bytearray | itertools.count):
         return repr(value)
     if type(value).__module__ == "itertools":
         return type(value).__name__  # nothing of it can be seen without a step
     return None
+
+
+def digest_of_generator(generator: Any) -> str:
+    """A digest of the state of a generator of random numbers."""
+    state = get_state(generator)
+    if isinstance(state, Tensor):
+        return _hash(state.numpy().tobytes())
+    return _hash(b"", state)
 
 
 def _hash(content: bytes, *more: Any) -> str:

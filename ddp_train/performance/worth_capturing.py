@@ -19,7 +19,7 @@ from ddp_train.data.rng import global_states
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.errors import LaunchError
-from ddp_train.models.python_state import State, changed, look_through
+from ddp_train.models.python_state import State, changed, look_through, replaced
 
 log = logging.getLogger(__name__)
 
@@ -226,9 +226,8 @@ def kept_in_python(before: State, after: State) -> str:
 
     What was None or not there does not count: caches are filled in a first step.
     """
-    for path in changed(before.found, after.found):
-        if before.found.get(path, "None") != "None":
-            return f"the forward pass changes {path}"
+    for path in replaced(before.found, after.found):
+        return f"the forward pass changes {path}"
     return ""
 
 

@@ -113,6 +113,12 @@ def with_seeds(run: Run) -> None:
     trained(run, nothing, draw, rows())
 
 
+def with_system(run: Run) -> None:
+    """The operating system's random numbers, which have no state."""
+    draws = random.SystemRandom()
+    trained(run, nothing, draws.random, rows())
+
+
 LOOPS: list[tuple[Callable[[Run], None], list[str]]] = [
     (with_global, ["RNG"]),
     (with_local, ["draws"]),
@@ -121,6 +127,7 @@ LOOPS: list[tuple[Callable[[Run], None], list[str]]] = [
     (with_kept, []),
     (with_sampler, []),
     (with_seeds, []),
+    (with_system, []),
 ]
 
 

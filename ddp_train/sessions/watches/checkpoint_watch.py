@@ -1,4 +1,4 @@
-"""What a checkpoint would lose, or has of one process alone: looked for where one is saved."""
+"""Looks, before each checkpoint, for state that it would lose or have of one process alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.replicas import weight_with_nan
-from ddp_train.models.python_state import changed, state_of
+from ddp_train.models.python_state import attribute_of, changed, state_of
 from ddp_train.sessions.session_objects import Stateful, beside_states, copies_on
 from ddp_train.sessions.watches.states_of_ranks import (
     BufferOfRanks,
@@ -110,7 +110,7 @@ class CheckpointWatch:
         if self.state_before is not None:
             now = unsaved_state(self.module, self.objects)
             names = self._not_told(changed(self.state_before, now))
-        self.told |= set(map(_attribute_of, names))
+        self.told |= set(map(attribute_of, names))
         digests = {name: now.get(name) for name in sorted(names)[:MOST_NAMES]}
         of_ranks = texts_from_all_ranks(json.dumps(digests), self.device)
         if names:
@@ -128,7 +128,7 @@ class CheckpointWatch:
             path
             for path in paths
             if self.state_at_start.get(path, "None") != "None"
-            and _attribute_of(path) not in self.told
+            and attribute_of(path) not in self.told
         ]
 
     def _buffers_apart(self, buffers: Tensor, buffers_of_copies: Tensor) -> list[BufferOfRanks]:
@@ -175,11 +175,6 @@ class CheckpointWatch:
                 )
             listed = ", ".join(names[:MOST_NAMES])
             log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
-
-
-def _attribute_of(path: str) -> str:
-    """The path of the attribute that an item belongs to."""
-    return path.partition("[")[0]
 
 
 def _places_of(names: Iterable[str]) -> str:

@@ -12,12 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_train.models.generators import get_state, is_generator, set_state
 from ddp_train.models.loop_variables import locals_of, user_frames
-from ddp_train.models.python_state import MOST_ITEMS, defined_by_user, state_of
+from ddp_train.models.python_state import (
+    MOST_ITEMS,
+    defined_by_user,
+    digest_of_generator,
+    state_of,
+)
 from ddp_train.tensor_tree import attributes_of
 
 log = logging.getLogger(__name__)
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEVELS_OF_VARIABLE = 3
 LEVELS_OF_LOADERS = 6
 DRAWS = 1300
@@ -117,7 +122,7 @@ def _generators_in(
     if is_leaf or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, KINDS):
+    if is_generator(value):
         yield name, value
     elif levels and isinstance(value, Mapping | list | tuple) and len(value) <= MOST_ITEMS:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -138,29 +143,9 @@ def _is_any(value: Any) -> bool:
 
 
 def _state_of(generator: Any) -> tuple[int, str]:
-    """The seed that one of torch's was given last, and the state."""
-    if isinstance(generator, torch.Generator):
-        return generator.initial_seed(), repr(generator.get_state().tolist())
-    return 0, repr(get_state(generator))
-
-
-def get_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate()
-
-
-def set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.setstate(state)
+    """The last seed of a generator of torch, 0 of any other, and a digest of the state."""
+    seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
+    return seed, digest_of_generator(generator)
 
 
 def draw(generator: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.models.living_objects import LivingObjects, objects_within
-from ddp_train.models.python_state import changed, state_of
+from ddp_train.models.python_state import replaced, state_of
 from ddp_train.models.unsaved_copies import name_of
 from ddp_train.text import snake_case
 
@@ -63,8 +63,7 @@ class OptimizerWrappers:
         for wrapper, before in self.found.values():
             if id(wrapper) in self.told:
                 continue
-            paths = changed(before, self._state_of(wrapper))
-            if any(before.get(path, "None") != "None" for path in paths):
+            if replaced(before, self._state_of(wrapper)):
                 self.told.add(id(wrapper))
                 self._warn_of(wrapper)
 
