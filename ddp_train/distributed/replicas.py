@@ -7,6 +7,7 @@ import functools
 import math
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -140,12 +141,14 @@ def check_norms(names: list[str], norms_of_ranks: Tensor) -> None:
     """
     if not names:
         return
-    rank, place, _ = _most_apart(norms_of_ranks, norms_of_ranks[0], TOLERANCE)
-    if rank == 0:
+    largest = _largest_difference(norms_of_ranks, norms_of_ranks[0], TOLERANCE)
+    if largest is None:
         return
+    of_leader = float(norms_of_ranks[0, largest.place])
+    of_other = float(norms_of_ranks[largest.rank, largest.place])
     raise _apart(
-        f"the norm of {names[place]} is {float(norms_of_ranks[0, place]):.6g} on rank 0 and"
-        f" {float(norms_of_ranks[rank, place]):.6g} on rank {rank}"
+        f"the norm of {names[largest.place]} is {of_leader:.6g} on rank 0 and {of_other:.6g} on"
+        f" rank {largest.rank}"
     )
 
 
@@ -158,17 +161,29 @@ def check_sums(names: list[str], norms: Tensor, sums_of_ranks: Tensor, allowed: 
 
     Raises ModelError with the name of the parameter that differs most.
     """
-    rank, place, share = _most_apart(sums_of_ranks, norms, allowed)
-    if rank:
+    largest = _largest_difference(sums_of_ranks, norms, allowed)
+    if largest:
         raise _apart(
-            f"{names[place]} differs by about {share:.0e} of its norm between rank 0 and rank"
-            f" {rank}"
+            f"{names[largest.place]} differs by about {largest.share:.0e} of its norm between rank"
+            f" 0 and rank {largest.rank}"
         )
 
 
-def _most_apart(of_ranks: Tensor, scale: Tensor, allowed: Tensor | float) -> tuple[int, int, float]:
-    """The rank and the place of the largest difference from rank 0 beyond what is allowed, and its
-    share; rank 0 if there is none.
+@dataclass(frozen=True)
+class Difference:
+    """A difference between rank 0 and another rank."""
+
+    rank: int
+    place: int
+    """The number of the parameter."""
+    share: float
+    """Relative to the norm of the parameter."""
+
+
+def _largest_difference(
+    of_ranks: Tensor, scale: Tensor, allowed: Tensor | float
+) -> Difference | None:
+    """The largest difference from rank 0 beyond what is allowed; None if there is none.
 
     of_ranks: [ranks, n].
     scale: what differences are relative to, [n].
@@ -181,7 +196,7 @@ def _most_apart(of_ranks: Tensor, scale: Tensor, allowed: Tensor | float) -> tup
     shares = torch.where(shares > allowed, shares, 0)
     rank, place = divmod(int(shares.argmax()), of_ranks.shape[1])
     share = float(shares[rank, place])
-    return (rank, place, share) if share else (0, 0, 0.0)
+    return Difference(rank, place, share) if share else None
 
 
 def _apart(difference: str) -> ModelError:

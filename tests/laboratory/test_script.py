@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -177,6 +178,15 @@ def test_what_is_no_script_is_refused(arguments: list[str], problem: str) -> Non
     assert load("prove script") is prove_script
 
 
+def proof_run(folder: Path, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the loop on so many processes, as `ddp-train prove train.py` does."""
+    script = folder / "train.py"
+    script.write_text(LOOP)
+    more = {**proof_environment(folder / str(count), count), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, str(script), *arguments]
+    return zygote.run(argv, LIMIT_SECONDS, cwd=folder, env=environment(more), text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "first"),
@@ -195,16 +205,11 @@ def test_scripts_that_depend_on_the_processes_are_told(
 ) -> None:
     """A mean of one process's samples is used in the second step only; the short last batch, of two
     samples, comes in the third."""
-    script = tmp_path / "train.py"
-    script.write_text(LOOP)
     records = []
     for count in (1, 3):
-        run_dir = tmp_path / str(count)
-        more = {**proof_environment(run_dir, count), "PYTHONPATH": str(ROOT)}
-        argv = [sys.executable, str(script), kind, dtype]
-        done = zygote.run(argv, LIMIT_SECONDS, cwd=tmp_path, env=environment(more), text=True)
+        done = proof_run(tmp_path, count, kind, dtype)
         assert done.returncode == SAVED, done.stderr
-        records.append(read(run_dir / GRADIENTS))
+        records.append(read(tmp_path / str(count) / GRADIENTS))
     assert not (tmp_path / "runs").exists()
     one, several = records
     allowed = SCRIPT_ALLOWED[one.precision]
@@ -217,16 +222,11 @@ def test_scripts_that_depend_on_the_processes_are_told(
 
 
 @pytest.mark.slow
-def test_weights_that_come_apart_are_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_come_apart_are_told(tmp_path: Path) -> None:
     """Gradients, and updates of the process that writes them, may agree all the same."""
-    script = tmp_path / "train.py"
-    script.write_text(LOOP)
-    assert prove_script([str(script), "apart", "double"]) == 65
-    captured = capfd.readouterr()
-    assert "on 3 processes it ended with 65" in captured.out
-    assert "the weights are not the same on all processes" in captured.out + captured.err
+    done = proof_run(tmp_path, 3, "apart", "double")
+    assert done.returncode == 65
+    assert "the weights are not the same on all processes" in done.stderr
 
 
 @pytest.mark.nightly
