@@ -141,7 +141,7 @@ class RankStatus(ctypes.Structure):
     """The micro-batches that loader processes are preparing, the next one first."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a process that is not forked gets: the same memory."""
+        """Unpickled by a process that was not forked, it lies in the same memory."""
         if self.place is None:
             return RankStatus, ()
         descriptor, rank = self.place

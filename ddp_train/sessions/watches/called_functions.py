@@ -67,8 +67,8 @@ class CalledFunctions:
         self.nodes: dict[str, dict[tuple[str, int], FunctionNode]] = {}
         """The functions of files: by file, then by name and first line."""
         self.kept: dict[str, Callable[[], Any]] = {}
-        """What gives the values of variables that functions have and the loop has not, by names
-        such as `weight::ema`."""
+        """Functions that return the value of a variable that a called function has and the loop
+        has not, by names such as `weight::ema`."""
 
     def value_of(self, name: str) -> Any:
         """The value of `q`, `self.q` or `state.['q']`; None if there is none."""
@@ -199,7 +199,7 @@ class CalledFunctions:
 
 
 def _content_of(cell: types.CellType) -> Any:
-    """What a variable of a function around holds; None before it is set."""
+    """The value of a variable of an enclosing function; None before it is set."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -31,7 +31,7 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 @dataclass
 class Flow:
-    """What a loop's body does with names, in the order of its text: `q`, `self.q`."""
+    """The names that a loop's body reads and sets, in the order of its text: `q`, `self.q`."""
 
     run_names: set[str]
     """How the code calls the run of the session."""
@@ -101,7 +101,7 @@ class Flow:
         return self.aliases.get(owner, owner) + point + part if point else name
 
     def owner_of(self, node: ast.AST) -> str:
-        """What is changed by a change of a part of it: see `code_names.owner_of`."""
+        """The name of the variable that changes with a part of it: see `code_names.owner_of`."""
         name = owner_of(node)
         return self.aliases.get(name, self.name_elsewhere(name))
 

@@ -40,7 +40,7 @@ def owner_of(node: ast.AST) -> str:
 
 
 def owners_of(name: str) -> set[str]:
-    """What an attribute or item belongs to: of `self.net.rows` `self` and `self.net`."""
+    """The objects that an attribute or item is in: `self` and `self.net` of `self.net.rows`."""
     words = name.split(".")
     return {".".join(words[:count]) for count in range(1, len(words))}
 
