@@ -359,7 +359,8 @@ def strike(job: Running, ranks: int, blow: Blow, before: set[int]) -> str:
             return ""
         time.sleep(0.005)
     begun = [len(ledger) for ledger in ledgers_of(job.run_dir, ranks)]
-    while not _has_come(job, blow, begun):
+    saved = _saved_in_part(job.run_dir)
+    while not _has_come(job, blow, begun, saved):
         if job.process.poll() is not None:
             return ""
         time.sleep(0.001)
@@ -378,10 +379,19 @@ def _all_are_new(job: Running, ranks: int, before: set[int]) -> bool:
     return all(ledger and ledger[-1].process not in before for ledger in ledgers)
 
 
-def _has_come(job: Running, blow: Blow, begun: list[int]) -> bool:
-    """Whether the moment has come. begun: how much each rank has noted in earlier attempts."""
+def _saved_in_part(run_dir: Path) -> set[Path]:
+    """Checkpoints that are being written, or of which the writer was killed."""
+    return {*(run_dir / "checkpoints").glob("step_*.part-*")}
+
+
+def _has_come(job: Running, blow: Blow, begun: list[int], saved: set[Path]) -> bool:
+    """Whether the moment has come.
+
+    begun: how much each rank has noted in earlier attempts.
+    saved: checkpoints that earlier attempts have left unfinished.
+    """
     if blow.moment == "saving":
-        return any((job.run_dir / "checkpoints").glob("step_*.part-*"))
+        return bool(_saved_in_part(job.run_dir) - saved)
     ledgers = ledgers_of(job.run_dir, len(begun))
     if blow.moment == "evaluation":
         return any(ledger[-1].what == "evaluation" for ledger in ledgers)

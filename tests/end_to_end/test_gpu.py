@@ -377,7 +377,7 @@ def test_bad_loss_stays_out_of_the_weights(
     assert largest_difference(before, state_of(made)) == 0
     with pytest.raises(
         NonFiniteLossError,
-        match=f"step {first}: the loss is not finite on rank 0; samples here: .*",
+        match=f"step {first}: the loss is not finite on rank 0; samples of this rank: .*",
     ):
         made.stepper.mean_loss()
 
