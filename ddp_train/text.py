@@ -111,6 +111,14 @@ def _without_wildcards(glob: str) -> str:
     return re.sub(r"\[[^]]*\]|[^\w.-]", "", glob).strip(".")
 
 
+def see_page(title: str) -> str:
+    """The end of a message that needs a page of docs/, which an installed package does not have.
+
+    title: the heading of the page.
+    """
+    return f' (see the page "{title}" of the documentation)'
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message: torch appends a C++ stack."""
     return str(error).strip().partition("\n")[0]

@@ -55,7 +55,7 @@ def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
         why = "the other modes capture graphs themselves"
         yield "tuning.compile_mode", f"default or max-autotune-no-cudagraphs ({why})"
     if tuning.activation_checkpointing:
-        why = "it reads the random state on the host"
+        why = "recomputing reads the random state on the host"
         yield "tuning.activation_checkpointing", f"[] ({why})"
     if config.optimizer.has_fused and tuning.optimizer != "fused":
         why = "the other implementations read the learning rate on the host"
@@ -70,11 +70,11 @@ def _blockers_of_parameters(config: Config) -> Iterator[tuple[str, str]]:
     if strategy.find_unused_parameters:
         yield (
             "strategy.find_unused_parameters",
-            ("false (it searches the autograd graph in each step)"),
+            ("false (DDP would search the autograd graph in each step)"),
         )
     if strategy.comm_hook == "powersgd":
         yield "strategy.comm_hook", "none (a captured step runs no Python)"
     if config.model.freeze_epochs is not None:
         yield "model.freeze_epochs", "null (a captured step always trains the same parameters)"
     if strategy.sync_bn:
-        yield "strategy.sync_bn", "false (it copies counts from the GPU to the host)"
+        yield "strategy.sync_bn", "false (SyncBatchNorm copies counts from the GPU to the host)"

@@ -87,16 +87,22 @@ def _resume_from(path: Path, config: Config) -> Iterator[Problem]:
     found = f"checkpoint.resume={config.checkpoint.resume}"
     if not path.is_dir():
         yield Problem(
-            found, "no such folder", "use auto, never, or the path of a run or a checkpoint"
+            found,
+            "no such folder",
+            "use checkpoint.resume=auto, never, or the path of a run or a checkpoint",
         )
     elif not checkpoints_in(path):
-        yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
+        yield Problem(
+            found,
+            "holds no checkpoint",
+            "give the path of a run that has saved one, or of a checkpoint",
+        )
     elif has_no_config(checkpoints_in(path)):
-        remedy = "evaluate or predict in the script that saved it"
+        remedy = "evaluate or predict in the script that saved the checkpoint"
         if config.mode == "train":
             typed = shell_word("model.init_from", config.checkpoint.resume)
             remedy = f"to start from its weights, use {typed}"
-        rule = "was saved by ddp_train.session or save_checkpoint, without a config"
+        rule = "has no config, since ddp_train.session or save_checkpoint wrote it"
         yield Problem(found, rule, remedy)
     elif not config.uses_trained:
         earlier = EarlierRun.of(path)
@@ -281,7 +287,7 @@ def _mirror(url: str, run_dir: Path) -> Iterator[Problem]:
         fsspec.get_filesystem_class(kind)
     except ValueError:
         guess = did_you_mean(kind, sorted(fsspec.available_protocols()))
-        yield Problem(found, f"fsspec knows no {kind}://{guess}")
+        yield Problem(found, f"fsspec has no file system {kind}://{guess}")
         return
     except ImportError as error:
         package = getattr(error.__cause__, "name", None) or kind
@@ -294,7 +300,9 @@ def _mirror(url: str, run_dir: Path) -> Iterator[Problem]:
     place = Path(fsspec.core.strip_protocol(url)).resolve()
     if kind == "memory":
         yield Problem(
-            found, ("is lost when the process ends"), "name a folder on another disk, file:///..."
+            found,
+            ("its copies are lost when the process ends"),
+            "use checkpoint.mirror=file:///FOLDER on another disk",
         )
     elif kind in ("file", "local") and place.is_relative_to(run_dir.resolve()):
         yield Problem(found, "is inside the run directory", "name a folder on another disk")

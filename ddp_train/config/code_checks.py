@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import metrics
-from ddp_train.config.packages import how_to_install, is_installed
+from ddp_train.config.packages import how_to_install_extra, is_installed
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.options.custom import CustomOption, hooks_of, tracker_key, trackers_of
 from ddp_train.options.problem import Problem
@@ -177,7 +177,7 @@ def loading_problems(
     if not is_trusted(path, [*trusted, *trusted_modules]):
         where = ", ".join(trusted)
         if trusted == TRUSTED_MODULES:
-            where = "the modules trusted by default (SECURITY.md)"
+            where = "the packages trusted by default"
         modules = ",".join([*trusted_modules, package])
         yield Problem(
             found,
@@ -190,7 +190,7 @@ def loading_problems(
         yield Problem(
             found,
             f"no module {package} is in {Path.cwd()} or installed",
-            "if it is in another folder, set PYTHONPATH",
+            "if it is in another folder, set PYTHONPATH=FOLDER",
         )
         return
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
@@ -199,8 +199,8 @@ def loading_problems(
     if hidden and is_elsewhere and not is_trusted(path, trusted):
         yield Problem(
             found,
-            f"{hidden} in this folder is hidden by {origin}",
-            "rename it, or set PYTHONPATH=.",
+            f"Python would import {origin} in place of {hidden} in this folder",
+            f"rename {hidden}, or set PYTHONPATH=.",
         )
 
 
@@ -329,13 +329,14 @@ def secrets(config: Config) -> Iterator[Problem]:
             if is_secret(path) and isinstance(value, str) and value and not is_reference:
                 yield Problem(
                     f"{section}.{path}=(hidden)",
-                    "the config is written to files, so it must hold no secret",
-                    f"put it into the environment: {section}.{path}='${{oc.env:NAME}}'",
+                    "the config is written to files, so no key may hold a secret",
+                    "put the secret into an environment variable, and use"
+                    f" {section}.{path}='${{oc.env:NAME}}'",
                 )
 
 
 def metrics_missing(config: Config) -> Iterator[Problem]:
     """Further metrics without the library that has them."""
     if config.metrics and not is_installed(metrics.LIBRARY):
-        remedy = how_to_install(".[metrics]")
+        remedy = how_to_install_extra("metrics")
         yield Problem("metrics=[...]", f"{metrics.LIBRARY} is not installed", remedy)

@@ -128,7 +128,7 @@ def _set_value(composed: DictConfig, key: str, value: Any) -> str:
         merge = not (is_list and isinstance(value, dict))  # else `bind` reports it
         OmegaConf.update(composed, key, value, merge=merge, force_add=True)
     except IndexError:
-        return f"{found}: the list has no such item; give the whole list"
+        return f"{found}: the list has no item of this number; give the whole list"
     except (OmegaConfBaseException, ValueError) as error:
         return f"{found}: {first_line(error)}"
     return ""

@@ -34,7 +34,9 @@ def problems(config: Config) -> Iterator[Problem]:
         if not checkpoints_in(path):
             yield Problem(found, "holds no checkpoint", _remedy_without_checkpoint(path))
     elif not path.is_file():
-        yield Problem(found, "no such file or folder", f"it is looked for in {Path.cwd()}")
+        yield Problem(
+            found, "no such file or folder", f"give the full path, or one from {Path.cwd()}"
+        )
     elif path.suffix not in SUFFIXES:
         yield Problem(
             found,
@@ -46,4 +48,4 @@ def _remedy_without_checkpoint(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)
     if files:
         return f"name the file: {shell_word('model.init_from', folder / files[0])}"
-    return "name a run that has saved one"
+    return "name a run that has saved a checkpoint"

@@ -26,6 +26,8 @@ from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_text
 
 FILE = "config.yaml"
+REMEDY = "; restore the file, or use another run_dir"
+"""For a config.yaml that somebody has changed."""
 COMMANDS = "commands.jsonl"
 """In the run directory: a line for each command that worked in it."""
 GIT_SECONDS = 5.0
@@ -182,9 +184,11 @@ def load_frozen(text: str) -> Config:
     try:
         values = load_plain_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError(
+            [f"{FILE}: not plain YAML: {' '.join(str(error).split())}{REMEDY}"]
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError([f"{FILE}: not a mapping"])
+        raise ConfigError([f"{FILE}: must hold keys and values, KEY: VALUE{REMEDY}"])
     config, problems = bind_frozen(values)
     if problems:
         raise ConfigError([f"{FILE}: {problem}" for problem in problems])

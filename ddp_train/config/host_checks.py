@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddp_train.config import run_directory
 from ddp_train.config.code_checks import TRUSTED_TRACKERS, is_trusted
-from ddp_train.config.packages import how_to_install
+from ddp_train.config.packages import how_to_install_extra
 from ddp_train.config.user_code import missing_package, tracker_class
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import trackers_of
@@ -38,7 +38,7 @@ def _trackers(config: Config) -> Iterator[Problem]:
             yield from (Problem("", message) for message in error.problems)
             continue
         if missing:
-            remedy = how_to_install(f".[{missing}]")
+            remedy = how_to_install_extra(missing)
             yield Problem(f"tracker={name}", f"{missing} is not installed", remedy)
 
 

@@ -111,7 +111,7 @@ class HydraErrors:
         """The message about a value with a $, which begins a reference."""
         if not key:
             return text
-        remedy = "use a reference like ${train.epochs} or ${oc.env:NAME}, or remove the $"
+        remedy = "write a reference like ${train.epochs} or ${oc.env:NAME}, or remove the $"
         origin = origin_of(key, self.program, self.overrides, self.overrides.choices)
         return f"{key}: {text}; {remedy}{origin}"
 

@@ -44,11 +44,11 @@ ONE_FOLDER = "a run stays in the folder where it was started, and writes only to
 FIXED = {
     fixed.key: fixed
     for fixed in (
-        FixedKey("hydra.run.dir", (".",), "the folder of a run is run_dir", "use run_dir={}"),
+        FixedKey("hydra.run.dir", (".",), "run_dir is the folder of a run", "use run_dir={}"),
         FixedKey(
             "hydra.sweep.dir",
             (".",),
-            "the folder of a sweep is run_dir",
+            "run_dir is the folder of a sweep",
             "use run_dir={}",
             acts_on_runs=False,
         ),
@@ -63,7 +63,7 @@ FIXED = {
         FixedKey(
             "hydra.output_subdir",
             (None, ".hydra"),
-            "the config of a run is config.yaml in its folder",
+            "a run writes its config to config.yaml in run_dir",
             "leave it out",
         ),
     )

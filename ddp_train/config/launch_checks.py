@@ -11,7 +11,7 @@ from ddp_train.distributed.environment import tasks_started
 from ddp_train.options.key import Range, range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
-from ddp_train.text import counted
+from ddp_train.text import counted, see_page
 
 MOST_BESIDE = 256
 """Loader processes, or threads, of a host of whatever size."""
@@ -48,7 +48,7 @@ def _devices(run: RequestedRun) -> Iterator[Problem]:
             yield Problem(
                 f"launch.nproc_per_node={wanted}",
                 f"this host has {counted(hardware.cpus, 'core')}",
-                f"use at most {most}",
+                f"use launch.nproc_per_node={most} or less",
             )
     elif not hardware.gpus:
         yield Problem("device=cuda", "no GPU is visible on this host", "use device=cpu")
@@ -56,8 +56,8 @@ def _devices(run: RequestedRun) -> Iterator[Problem]:
         yield Problem(
             "device=cuda",
             f"the driver cannot reach {', '.join(hardware.lost)}",
-            "reset it or reboot (see `dmesg | grep -i xid`), or leave it out with"
-            " CUDA_VISIBLE_DEVICES",
+            "reset this GPU or reboot the host (`dmesg | grep -i xid` shows the cause), or set"
+            " CUDA_VISIBLE_DEVICES to the numbers of the others",
         )
     elif wanted > hardware.gpus:
         asked = run.asked.launch.nproc_per_node
@@ -90,7 +90,7 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
                 f"{name}={number}",
                 f"makes {counted(number * ranks, made[name])} for {counted(ranks, 'process')}, and"
                 f" this host has {counted(cpus, 'core')}",
-                f"use at most {most // ranks}",
+                f"use {name}={most // ranks} or less",
             )
 
 
@@ -121,20 +121,20 @@ def _under_torchrun(run: RequestedRun) -> Iterator[Problem]:
         if asked not in ("auto", 1, actual) and not range_of(asked):
             yield Problem(
                 f"launch.{name}={asked}",
-                f"torchrun started {actual}",
-                f"leave it out, or use torchrun --{name}={asked}",
+                f"torchrun was started with --{name}={actual}",
+                f"leave launch.{name} out, or start torchrun with --{name}={asked}",
             )
     if launch.max_restarts:
         yield Problem(
             f"launch.max_restarts={launch.max_restarts}",
             "torchrun restarts its own workers",
-            f"use torchrun --max-restarts={launch.max_restarts}",
+            f"start torchrun with --max-restarts={launch.max_restarts}",
         )
     if world.hosts > 1 and not run.asked.run_dir and world.run_id in ("", "none"):
         yield Problem(
             "run_dir=null",
             "several hosts need the same run directory",
-            "add run_dir=PATH on a shared file system, or torchrun --rdzv-id=NAME",
+            "add run_dir=PATH on a shared file system, or start torchrun with --rdzv-id=NAME",
         )
 
 
@@ -150,13 +150,12 @@ def _under_a_task_launcher(run: RequestedRun) -> Iterator[Problem]:
     )
     if tasks.command == "srun":
         remedy = (
-            "use srun --ntasks-per-node=1 and set launch.nnodes to the number of nodes"
-            " (deploy/slurm)"
+            f"use srun --ntasks-per-node=1, and launch.nnodes=NUMBER of nodes{see_page('SLURM')}"
         )
     yield Problem(
         f"launch.nnodes={nnodes}",
-        f"{tasks.command} started {tasks.count} launchers, and each starts all processes of its"
-        " node",
+        f"{tasks.command} started {tasks.count} launchers, and each would start all processes of"
+        " its node",
         remedy,
     )
 
@@ -180,8 +179,8 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
     if several and not endpoint:
         yield Problem(
             f"launch.nnodes={nnodes}",
-            "the hosts need a meeting point",
-            "add launch.rdzv_endpoint=HOST:PORT",
+            "the hosts need an address where they meet",
+            "add launch.rdzv_endpoint=HOST:PORT of one of the hosts",
         )
     elif several and not run.asked.run_dir:
         yield Problem(
@@ -193,7 +192,7 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
         yield Problem(
             f"launch.rdzv_endpoint={endpoint}",
             "has an effect only with several hosts",
-            "add launch.nnodes=2, or leave it out",
+            "add launch.nnodes=2, or leave launch.rdzv_endpoint out",
         )
 
 
@@ -208,7 +207,7 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
     if run.world:
         yield Problem(
             found,
-            f"torchrun sets the number of processes, {run.world.local_size} here",
+            f"torchrun has set the number of processes to {run.world.local_size}",
             "leave it out",
         )
     elif int(config.launch.nnodes) > 1:
@@ -232,7 +231,7 @@ def _one_process(found: str, config: Config) -> Problem:
     return Problem(
         found,
         f"strategy={config.strategy.name} runs in one process",
-        "use strategy=ddp, or leave it out",
+        f"use strategy=ddp, or leave {PROCESSES} out",
     )
 
 

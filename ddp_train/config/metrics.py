@@ -33,7 +33,7 @@ AT_THE_END = (OBJECTIVE, STUDY_METRIC)
 """Keys of a metric that is read when a run has ended. Others select while it trains."""
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are not metrics, and the better direction."""
-BY_TEST = "selects by the test set, so the test score will look better than it is; "
+BY_TEST = "selects by the test set, so the test score will be too good; "
 LIBRARY = "torchmetrics"
 NOT_ARGUMENTS = ("_target_", "name", "better")
 """Keys of an item of `metrics` that its class is not called with."""
@@ -93,7 +93,7 @@ class FurtherMetric:
             yield Problem(
                 f"{self.key}.name={name}",
                 f"metrics.jsonl has a {name} of its own",
-                "give the metric another name, name: NAME",
+                "give the metric another name by name: NAME",
             )
         if "better" in self.given and better not in ("max", "min"):
             yield Problem(f"{self.key}.better={shown(better)}", "must be one of max, min")
@@ -165,7 +165,7 @@ def further_problems(config: Config) -> Iterator[Problem]:
             yield Problem(
                 item.key,
                 f"{whose} a metric named {item.name} too",
-                "set another name by name: NAME",
+                "give this item another name by name: NAME",
             )
         names.add(item.name)
 
@@ -293,7 +293,7 @@ def unusable_metrics(
             yield Problem(
                 found,
                 f"{LIBRARY} does not say whether a high or a low {name} is better",
-                "add better: max, or better: min, to its item of metrics",
+                "add better: max, or better: min, to the item of `metrics` that has it",
             )
 
 

@@ -22,13 +22,14 @@ from ddp_train.config.values import in_grammar, leaves
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import tracker_key
 from ddp_train.options.registry import OPTIONS
-from ddp_train.text import did_you_mean, in_double_quotes, shown, snake_case
+from ddp_train.text import did_you_mean, in_double_quotes, see_page, shown, snake_case
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 SHARDED = ("fsdp", "deepspeed", "zero")
 """Beginnings of the names of strategies that are asked for, and that there are not."""
+NOT_REMOVED = "a key cannot be removed; without this argument the key has its default"
 MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
 STUDY = "study"
@@ -109,11 +110,13 @@ class _Reader:
         elif re.split("[./]", name)[0] == "hydra":
             self._read_of_hydra(override)
         elif override.is_delete():
-            self._refuse(argument, "a key cannot be removed; leave it out, and it has its default")
+            self._refuse(argument, NOT_REMOVED)
         elif override.is_sweep_override():
             self._read_sweep(override)
         elif name.split(".")[0] == STUDY:
-            self._refuse(argument, f"belongs to mode={STUDY}; add that, or leave it out")
+            self._refuse(
+                argument, f"acts only with mode={STUDY}; add mode={STUDY}, or leave the key out"
+            )
         elif self.program.is_group(name):
             self._read_group(override)
         else:
@@ -155,7 +158,7 @@ class _Reader:
     def _read_of_hydra(self, override: Override) -> None:
         argument = override.input_line or ""
         if override.is_delete():
-            self._refuse(argument, "a key cannot be removed; leave it out, and it has its default")
+            self._refuse(argument, NOT_REMOVED)
             return
         items = leaves(override.value(), override.key_or_group)
         foreign = [path for key, path in items if _names_code(key) and _is_foreign(path)]
@@ -163,11 +166,16 @@ class _Reader:
         if not override.is_sweep_override():  # which Hydra refuses
             moved = problem_of_word(override.key_or_group, override.value())
         if foreign:
-            self._refuse(argument, f"loads code from outside hydra: {foreign[0]}")
+            self._refuse(
+                argument,
+                f"{foreign[0]} is code from outside hydra; use a class of hydra or hydra_plugins",
+            )
         elif moved:
             self.overrides.problems.append(str(moved))
         elif not self.sweep:
-            self._refuse(argument, "Hydra's own keys act on sweeps only; add -m, or leave it out")
+            self._refuse(
+                argument, "Hydra's own keys act on sweeps only; add -m, or leave the key out"
+            )
         else:
             self.overrides.arguments.append(argument)
 
@@ -311,7 +319,8 @@ def _meant_option(group: str, option: Any, unknown: str, options: list[str]) -> 
         return f"; did you mean {spelt}?"
     if group == "strategy" and spelt.startswith(SHARDED):
         return (
-            "; there is no sharded strategy: for a model that is too big see docs/guides/memory.md"
+            "; there is no sharded strategy: each GPU holds the whole"
+            f" model{see_page('Out of memory, too big for one GPU')}"
         )
     if option is None:
         return ""

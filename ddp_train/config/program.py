@@ -200,8 +200,8 @@ def _note_of_unused(program: Program) -> Iterator[str]:
     if len(problems) > 1:
         others = f", nor are {len(problems) - 1} other files"
     yield (
-        f"{problems[0]}; it is not used until then{others} (if {program.own} belongs to another"
-        f" program, give the folder of your presets by {CONFIG_DIR[1]}=FOLDER)"
+        f"{problems[0]}; until then the file is not used{others}. If {program.own} belongs to"
+        f" another program, give the folder of your presets by {CONFIG_DIR[1]}=FOLDER"
     )
 
 

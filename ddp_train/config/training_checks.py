@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_train.config.packages import how_to_install, is_installed
+from ddp_train.config.packages import how_to_install_extra, is_installed
 from ddp_train.options.key import range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
@@ -66,7 +66,8 @@ def _batch(run: RequestedRun) -> Iterator[Problem]:
         on_one_host = 1 < processes == config.launch.nproc_per_node
         if on_one_host and not run.world and unit <= batch:
             instead = (
-                f", or a range, launch.nproc_per_node=1:{processes}, which divides it unevenly"
+                f", or launch.nproc_per_node=1:{processes}: with a range, some processes may get"
+                " a sample more than others"
             )
     if not unit or batch % unit == 0:
         return
@@ -95,7 +96,7 @@ def _unknown_sets(config: Config, key: str, names: list[str]) -> Iterator[Proble
 
 def _parquet() -> Iterator[Problem]:
     if not is_installed("pyarrow"):
-        remedy = f"{how_to_install('.[parquet]')}, or use predict.format=npz"
+        remedy = f"{how_to_install_extra('parquet')}, or use predict.format=npz"
         yield Problem("predict.format=parquet", "pyarrow is not installed", remedy)
 
 
@@ -113,7 +114,7 @@ def _export(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"export.formats={shown(formats)}",
             f"{' and '.join(missing)} must be installed",
-            how_to_install(".[onnx]"),
+            how_to_install_extra("onnx"),
         )
     if not formats:
-        yield Problem("export.formats=[]", "names no format", "use export.formats=[torch]")
+        yield Problem("export.formats=[]", "must name a format", "use export.formats=[torch]")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 from ddp_train.config.capture import OWN_GRAPHS, capture_blockers
-from ddp_train.config.packages import is_installed
+from ddp_train.config.packages import how_to_install_extra, is_installed
 from ddp_train.hardware import Hardware, why_no_triton
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
@@ -18,8 +18,8 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
     if config.deterministic and config.tuning.cudnn_benchmark:
         yield Problem(
             "tuning.cudnn_benchmark=true",
-            "chooses algorithms by their speed, and deterministic=true forbids that",
-            "remove one of them",
+            "would choose algorithms by their speed, which deterministic=true forbids",
+            "give one of them",
         )
     yield from _compile(config)
     if config.device == "cuda":
@@ -53,8 +53,9 @@ def _compile(config: Config) -> Iterator[Problem]:
     if captures and config.train.accumulation_steps > 1:
         yield Problem(
             f"tuning.compile_mode={tuning.compile_mode}",
-            "its CUDA graphs overwrite accumulated gradients (pytorch#169545)",
-            "use default or max-autotune-no-cudagraphs, or train.accumulation_steps=1",
+            "the CUDA graphs of this mode overwrite accumulated gradients (pytorch#169545)",
+            "use tuning.compile_mode=default or max-autotune-no-cudagraphs, or"
+            " train.accumulation_steps=1",
         )
     compiles = tuning.compile or config.model.fused
     if compiles and config.device == "cpu" and not shutil.which("g++"):
@@ -75,8 +76,8 @@ def _on_gpus(config: Config) -> Iterator[Problem]:
         if why_not and getattr(tuning, name):
             yield Problem(
                 f"tuning.{name}=true",
-                f"needs Triton, and there is {why_not}",
-                f"install it, or use tuning.{name}=false",
+                f"needs Triton, a C compiler and Python.h, and this host has {why_not}",
+                f"install what is missing, or use tuning.{name}=false",
             )
     if tuning.cuda_graph:
         for name, rule in capture_blockers(config).items():
@@ -108,7 +109,7 @@ def _lacking_to_rehearse(config: Config) -> Iterator[str]:
 def _lacking_for_conv_sums(config: Config) -> Iterator[str]:
     tuning = config.tuning
     if not is_installed("cudnn"):
-        yield "nvidia-cudnn-frontend (pip install -e '.[cudnn]')"
+        yield f"the package nvidia-cudnn-frontend ({how_to_install_extra('cudnn')})"
     if not tuning.compile:
         yield "tuning.compile=true"
     if tuning.precision not in ("fp16", "bf16"):
@@ -116,4 +117,4 @@ def _lacking_for_conv_sums(config: Config) -> Iterator[str]:
     if not tuning.channels_last:
         yield "tuning.channels_last=true"
     if config.deterministic:
-        yield "deterministic=false, for it chooses kernels by their speed"
+        yield "deterministic=false, since cuDNN chooses these kernels by their speed"

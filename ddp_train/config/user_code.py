@@ -99,8 +99,8 @@ def _wrong_position(section: str, target: Any, arguments: dict[str, Any], count:
     has = f"({', '.join(accepted)})" if accepted else "no arguments"
     wanted = [*names, *(name for name in accepted if name not in names)]
     return (
-        f"is called with the arguments ({', '.join(names)}), but {callee} accepts {has};"
-        f" change it to accept ({', '.join(wanted)})"
+        f"is called with the arguments ({', '.join(names)}), but {callee} accepts {has}; let"
+        f" {callee} accept ({', '.join(wanted)})"
     )
 
 

@@ -70,10 +70,13 @@ class FurtherMetrics:
 
     def _add(self, named: NamedMetric, name: str, metric: Any) -> None:
         if name in self.metrics:
-            _refuse(named.key, f"two metrics have the name {name}; set another name by name: NAME")
+            _refuse(
+                named.key,
+                f"two metrics have the name {name}; give this item another name by name: NAME",
+            )
         if name in RESERVED:
             rule = f"metrics.jsonl has a {name} of its own"
-            _refuse(named.key, f"{rule}; give the metric another name, name: NAME")
+            _refuse(named.key, f"{rule}; give the metric another name by name: NAME")
         for inner in _modules(metric, "Metric"):
             # It would exchange what is merged already.
             inner.sync_on_compute = False
@@ -138,7 +141,10 @@ class FurtherMetrics:
                 numbers = dict(_numbers(name, metric.compute(), key))
             for number in numbers:
                 if number in values:
-                    problem = f"two metrics have the name {number}; set another name by name: NAME"
+                    problem = (
+                        f"two metrics have the name {number}; give this item another name by"
+                        " name: NAME"
+                    )
                     _refuse(key, problem)
             values |= numbers
             self.number_names[name] = list(numbers)
@@ -182,15 +188,15 @@ class FurtherMetrics:
         owners = [metric for metric, names in self.number_names.items() if name in names]
         key = self.keys[owners[0]]
         if name in task_metrics or name in RESERVED:
-            problem = f"the task has a metric {name} itself; set another name by name: NAME"
+            problem = f"the task has a metric {name} too; give this item another name by name: NAME"
             _refuse(key, problem)
         if math.isnan(direct) and math.isnan(value):
             return
         if not math.isclose(direct, value, rel_tol=1e-4, abs_tol=1e-6):
             _refuse(
                 key,
-                f"{name} keeps numbers outside of its states, so those of several processes cannot"
-                " be merged; register them by add_state",
+                f"{name} keeps numbers outside of its states, so the numbers of several processes"
+                " cannot be merged; register each number by add_state",
             )
 
     @contextlib.contextmanager

@@ -240,10 +240,11 @@ def test_what_can_be_known_before_a_process_starts(
 
     assert problems(init_from="hub/model.safetensors") == []
     assert problems(init_from="away.pt") == [
-        f"model.init_from=away.pt: no such file or folder; it is looked for in {tmp_path}"
+        f"model.init_from=away.pt: no such file or folder; give the full path, or one from"
+        f" {tmp_path}"
     ]
     assert problems(init_from="empty") == [
-        "model.init_from=empty: holds no checkpoint; name a run that has saved one"
+        "model.init_from=empty: holds no checkpoint; name a run that has saved a checkpoint"
     ]
     assert "name the file: model.init_from=hub/model.safetensors" in problems(init_from="hub")[0]
     assert "or a file that ends with .safetensors, .pt" in problems(init_from="notes.txt")[0]

@@ -394,8 +394,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
         ("runs/mirror", "must be a URL; use s3://BUCKET/RUN, or file:///"),
         ("file://HERE/run/", "is inside the run directory; name a folder on another disk"),
         ("file://HERE/run/checkpoints", "is inside the run directory"),
-        ("memory://run", "is lost when the process ends; name a folder on another disk"),
-        ("s4://bucket/run", "fsspec knows no s4://; did you mean s3?"),
+        ("memory://run", "its copies are lost when the process ends"),
+        ("s4://bucket/run", "fsspec has no file system s4://; did you mean s3?"),
     ],
 )
 def test_what_is_no_url_is_refused(url: str, said: str, tmp_path: Path) -> None:

@@ -132,5 +132,7 @@ def test_mistyped_hook_is_answered_with_a_likely_name(
 def test_hidden_module_of_the_folder_is_named(tmp_path: Path) -> None:
     Path("yaml.py").touch()
     (problem,) = problems_of("model._target_=yaml.Net")
-    assert problem.startswith("model._target_=yaml.Net: yaml.py in this folder is hidden by ")
-    assert problem.endswith("/yaml/__init__.py; rename it, or set PYTHONPATH=.")
+    assert problem.startswith("model._target_=yaml.Net: Python would import /")
+    assert problem.endswith(
+        "/yaml/__init__.py in place of yaml.py in this folder; rename yaml.py, or set PYTHONPATH=."
+    )

@@ -351,7 +351,7 @@ PRESETS: list[tuple[str, str]] = [
     ),
     (
         "optimizer: {lr: '${oc.env'}",
-        "optimizer.lr: .*'${oc.env'; use a reference like .* (in conf/experiment/mine.yaml)",
+        "optimizer.lr: .*'${oc.env'; write a reference like .* (in conf/experiment/mine.yaml)",
     ),
     ("- a", "must hold keys and values, KEY: VALUE (in conf/experiment/mine.yaml)"),
     (

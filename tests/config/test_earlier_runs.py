@@ -186,10 +186,7 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
     Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
     refused = [problem.partition("; ")[0] for problem in problems_of(word)]
     assert refused == [
-        (
-            "model._target_=os.system: loads code from outside the modules trusted by default"
-            " (SECURITY.md)"
-        ),
+        "model._target_=os.system: loads code from outside the packages trusted by default",
         "hooks=[antigravity.Hook]: loads code from outside ddp_lab.study",
     ], "a file of a run is data, as its checkpoints are"
 

@@ -107,5 +107,7 @@ def test_a_spoilt_frozen_config_is_refused(before: str, after: str, expected: st
 
 @pytest.mark.parametrize("text", ["", "3", "[1, 2]", "just words"])
 def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a mapping"):
+    with pytest.raises(
+        ConfigError, match="must hold keys and values, KEY: VALUE; restore the file"
+    ):
         load_frozen(text)

@@ -25,7 +25,7 @@ SOUND = {
     [
         (
             "hydra.run.dir=mine",
-            "hydra.run.dir=mine: the folder of a run is run_dir; use run_dir=mine",
+            "hydra.run.dir=mine: run_dir is the folder of a run; use run_dir=mine",
         ),
         ("hydra.sweep.dir=mine", "use run_dir=mine"),
         ("++hydra.sweep.dir='a b'", "use run_dir=FOLDER"),
@@ -38,7 +38,10 @@ SOUND = {
             "leave it out; trials.jsonl has the overrides of each number",
         ),
         ("hydra.job.chdir=true", "writes only to run_dir; leave it out"),
-        ("hydra.output_subdir=x", "the config of a run is config.yaml in its folder; leave it out"),
+        (
+            "hydra.output_subdir=x",
+            "a run writes its config to config.yaml in run_dir; leave it out",
+        ),
         ("hydra={sweep:{subdir:x}}", "hydra.sweep.subdir=x: "),
         ("hydra.searchpath=[file:///my/conf]", "use --config-dir=/my/conf"),
         ("~hydra.sweep.subdir", "a key cannot be removed"),

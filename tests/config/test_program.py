@@ -61,8 +61,8 @@ def test_file_that_does_not_act_is_named_to_who_chooses_it() -> None:
     assert read_config(program, read_overrides(program, ["experiment=late"]))[1] == [late]
     assert read_config(program, read_overrides(program, ["optimizer=sgd"]))[1] == []
     assert find_program(None, [])[0].notes == (
-        f"{late}; it is not used until then, nor are 2 other files (if conf belongs to another"
-        " program, give the folder of your presets by --config-dir=FOLDER)",
+        f"{late}; until then the file is not used, nor are 2 other files. If conf belongs to"
+        " another program, give the folder of your presets by --config-dir=FOLDER",
     )
 
 

@@ -1468,8 +1468,8 @@ def test_triton_that_cannot_compile_is_left_out_or_refused(
         assert config.reasons["compile"] == config.reasons["triton_kernels"] == what
         problems = case_of(f"{words} tuning.compile=true tuning.triton_kernels=true", GPU).problems
         assert [problem for problem in problems if what in problem] == [
-            f"tuning.{name}=true: needs Triton, and there is {what}; install it, or use"
-            f" tuning.{name}=false"
+            f"tuning.{name}=true: needs Triton, a C compiler and Python.h, and this host has {what}; install"
+            f" what is missing, or use tuning.{name}=false"
             for name in ("compile", "triton_kernels")
         ]
         assert case_of("tuning.triton_kernels=true", CPU).problems == [], (

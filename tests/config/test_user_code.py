@@ -120,13 +120,11 @@ def test_code_that_refuses_our_arguments_is_told_what_to_accept(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     passed = "is called with the arguments (job, run_dir, world), but "
-    every = (
-        f"{passed}Every.__init__ accepts (every); change it to accept (job, run_dir, world, every)"
-    )
+    every = f"{passed}Every.__init__ accepts (every); let Every.__init__ accept (job, run_dir, world, every)"
     for item, rule in (
         (
             "mine_other.Quiet",
-            f"{passed}Quiet.__init__ accepts no arguments; change it to accept"
+            f"{passed}Quiet.__init__ accepts no arguments; let Quiet.__init__ accept"
             " (job, run_dir, world)",
         ),
         ("mine_other.Every", every),
@@ -134,5 +132,7 @@ def test_code_that_refuses_our_arguments_is_told_what_to_accept(
     ):
         with pytest.raises(ConfigError, match=re.escape(rule)):
             build_hooks([item], None, None, None)
-    with pytest.raises(ConfigError, match=r"\(params\), but plain accepts no arguments; change it"):
+    with pytest.raises(
+        ConfigError, match=r"\(params\), but plain accepts no arguments; let plain accept"
+    ):
         instantiate("optimizer", Code("mine_other.plain"), [])

@@ -90,15 +90,16 @@ BAD: dict[str, list[str]] = {
     "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
     "model.target=a.b": ["no such key; did you mean model._target_?"],
     "model=custom model.target=a.b": ["the key is model._target_; use model._target_=a.b"],
-    "hydra.verbose=false": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
-    "hydra/sweeper=optuna": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
+    "hydra.verbose=false": ["Hydra's own keys act on sweeps only; add -m, or leave the key out"],
+    "hydra/sweeper=optuna": ["Hydra's own keys act on sweeps only; add -m, or leave the key out"],
     "strategy._target_=a.b": ["strategy._target_=a.b", "no such key"],
     "schedule=StepLR schedule.interval=epochs": ["must be one of step, epoch", "did you mean"],
     "schedule=ReduceLROnPlateau schedule.metric=val_loss": ["test.NAME", "did you mean"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
     "strategy=fsdp2": [
-        "there is no sharded strategy: for a model that is too big see docs/guides/memory.md"
+        "there is no sharded strategy: each GPU holds the whole model (see the page"
+        ' "Out of memory, too big for one GPU" of the documentation)'
     ],
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
@@ -182,7 +183,7 @@ BAD: dict[str, list[str]] = {
     "hooks=[ddp_lab.study.step_times.StepTimes] hooks.a=1": [
         "hooks.a=1: hooks must be a list like [package.Name]"
     ],
-    "hooks.0=a.b": ["the list has no such item; give the whole list"],
+    "hooks.0=a.b": ["the list has no item of this number; give the whole list"],
     "metrics={a:1}": ["metrics={a:1}: must be a list like [{_target_: package.Name"],
     "optimizer.groups={a:1}": ["must be a list like [{match: head.*, lr: 0.01}]"],
     "data._target_=torch.a data.fields.a=1": [
@@ -246,7 +247,7 @@ BAD: dict[str, list[str]] = {
     "tuning.precision=fp16": ["needs a GPU; use tuning.precision=bf16 or fp32"],
     "train.global_batch_size=97": [
         "2 processes x 1 accumulation step;",
-        "96 or 98, or a range, launch.nproc_per_node=1:2,",
+        "96 or 98, or launch.nproc_per_node=1:2: with a range,",
     ],
     "launch.nproc_per_node=8 train.global_batch_size=3": [
         "global_batch_size=3",
@@ -347,7 +348,7 @@ BAD: dict[str, list[str]] = {
     "experiment=linear_regression objective=test.accuracy": ["no classes; use objective=test.loss"],
     "task=regression": ["data=digits has class labels", "use task=classification"],
     "run_dir=here launch.nnodes=2": ["add launch.rdzv_endpoint=HOST:PORT"],
-    "launch.rdzv_endpoint=host:29500": ["add launch.nnodes=2, or leave it out"],
+    "launch.rdzv_endpoint=host:29500": ["add launch.nnodes=2, or leave launch.rdzv_endpoint out"],
     "launch.nnodes=2 launch.rdzv_endpoint=host:29500": ["add run_dir=PATH on a shared file system"],
     "run_dir=here launch.nnodes=2 launch.rdzv_endpoint=host": ["must be HOST:PORT"],
     "model=mlp model._target_=torch.nn.Linear": ["model._target_=torch.nn.Linear", "model=mlp"],
@@ -359,8 +360,10 @@ BAD: dict[str, list[str]] = {
     ],
     "data=image_folder data.root=nowhere": ["nowhere/train must hold a folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
-    "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
-    "checkpoint.resume=.": ["holds no checkpoint; use the path of a run or a checkpoint"],
+    "checkpoint.resume=/nowhere": [
+        "no such folder; use checkpoint.resume=auto, never, or the path"
+    ],
+    "checkpoint.resume=.": ["holds no checkpoint; give the path of a run"],
     "mode=evaluate checkpoint.resume=.": ["holds no checkpoint"],
     "checkpoint.resume=": ["must not be empty"],
     "mode=evaluate": ["needs a checkpoint", "add checkpoint.resume=PATH"],
@@ -388,7 +391,9 @@ BAD: dict[str, list[str]] = {
         "optimizer.foreach=true",
     ],
     "model=custom": ["model._target_=null: must be a dotted path"],
-    "hydra.sweeper._target_=os.system": ["loads code from outside hydra: os.system"],
+    "hydra.sweeper._target_=os.system": [
+        "os.system is code from outside hydra; use a class of hydra"
+    ],
     "train.token=hunter2": ["train.token=(hidden): no such key"],
 }
 """Command lines with one mistake, and what the one line about it must say besides the key and the

@@ -202,11 +202,12 @@ def test_three_ranks_are_one_run_whatever_starts_them(
         ),
         (
             ["hydra.verbose=false"],
-            "hydra.verbose=false: Hydra's own keys act on sweeps only; add -m, or leave it out",
+            "hydra.verbose=false: Hydra's own keys act on sweeps only; add -m, or leave the key out",
         ),
         (
             ["launch.nproc_per_node=2"],
-            "launch.nproc_per_node=2: torchrun started 3; leave it out, or use torchrun",
+            "launch.nproc_per_node=2: torchrun was started with --nproc_per_node=3; leave"
+            " launch.nproc_per_node out, or start torchrun with --nproc_per_node=2",
         ),
     ],
     ids=["typo", "sweep", "a key of Hydra's", "number of processes"],

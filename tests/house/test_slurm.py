@@ -154,7 +154,7 @@ def test_a_launcher_per_gpu_is_refused(
     """`srun --ntasks-per-node=8 python launch.py` would start 64 processes for 8 GPUs."""
     done = run(f"run_dir={tmp_path}/run", env=variables)
     assert done.returncode == 2
-    said = f"launch.nnodes=1: {command} started 8 launchers, and each starts all processes of its"
+    said = f"launch.nnodes=1: {command} started 8 launchers, and each would start all processes"
     assert said in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import config
 
+from ddp_train.config.packages import SOURCE
 from ddp_train.kernels.conv_sums import ConvSums
 from ddp_train.kernels.conv_sums_operators import conv_sums, normalised
 from ddp_train.kernels.genstats import Case, fastest_kernel, milliseconds_saved
@@ -623,8 +624,8 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, ModuleSpec | None] = {"cudnn": None}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, find_spec(name)))
     assert case_of(RESNET, GPU).problems == [
-        "tuning.conv_sums=true: needs nvidia-cudnn-frontend (pip install -e '.[cudnn]'); otherwise"
-        " use tuning.conv_sums=false"
+        "tuning.conv_sums=true: needs the package nvidia-cudnn-frontend (run"
+        f" {sys.executable} -m pip install '{SOURCE}[cudnn]'); otherwise use tuning.conv_sums=false"
     ]
     found["cudnn"] = find_spec("torch")
     assert case_of(RESNET, GPU).problems == []
@@ -633,7 +634,7 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "tuning.precision=fp32": "tuning.precision=fp16 or bf16",
         "tuning.channels_last=false": "tuning.channels_last=true",
         "deterministic=true tuning.compile=true": (
-            "deterministic=false, for it chooses kernels by their speed"
+            "deterministic=false, since cuDNN chooses these kernels by their speed"
         ),
     }.items():
         assert case_of(f"{RESNET} {words}", GPU).problems == [

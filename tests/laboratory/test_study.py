@@ -44,9 +44,9 @@ def test_a_study_is_no_run(tmp_path: Path) -> None:
     """Neither its words without its mode, nor its mode in a sweep, nor under torchrun's
     environment."""
     for words, message in (
-        (["study=tips"], "study=tips: belongs to mode=study"),
+        (["study=tips"], "study=tips: acts only with mode=study"),
         (["-m", "mode=train,study"], "mode=study: cannot be set in a config file or a sweep"),
-        (["+mode=study", "study=tips"], "belongs to mode=study"),
+        (["+mode=study", "study=tips"], "acts only with mode=study"),
     ):
         done = run(*words, f"run_dir={tmp_path}/none")
         assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -168,7 +168,7 @@ def test_what_does_not_train_keeps_its_number(mode: str) -> None:
             {},
             CORES,
             World(0, 3, 0, 3),
-            "launch.nproc_per_node=2:4: torchrun sets the number of processes, 3 here",
+            "launch.nproc_per_node=2:4: torchrun has set the number of processes to 3",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from ddp_train.assembly.metrics import build_selection, check_metrics, direction
 from ddp_train.config import code_checks, metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.freeze import load_frozen
+from ddp_train.config.packages import SOURCE
 from ddp_train.config.prepare import prepare
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.rng import global_states
@@ -466,7 +467,7 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ({"num_clases": 2}, "Unexpected keyword arguments"),
         (
             {"name": "accuracy"},
-            "the task has a metric accuracy itself; set another name by name: NAME",
+            "the task has a metric accuracy too; give this item another name by name: NAME",
         ),
         ({"name": "step"}, "metrics.jsonl has a step of its own"),
         (
@@ -508,7 +509,7 @@ def test_what_is_no_metric_for_the_task_is_named_in_setup(
 def test_a_name_belongs_to_one_metric() -> None:
     """A vector has names that only show when it is computed, and so has a task of one's own."""
     with pytest.raises(
-        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; set another"
+        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give this item another"
     ):
         set_up([F1 | {"average": "none", "name": "f1"}, F1 | {"name": "f1_0"}])
     task = {"_target_": f"{HERE}.ScoresAverage"}
@@ -642,14 +643,14 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
-        "metrics[0]: task=auto has a metric named top5 too; set another name by name: NAME"
+        "metrics[0]: task=auto has a metric named top5 too; give this item another name by name: NAME"
     ]
     assert asked(F1_OF_TEN, F1_OF_TEN | {"better": "high", "name": "a.b"}, F1_OF_TEN) == [
         "metrics[1].name=a.b: must be a name of letters, digits and _",
         "metrics[1].better=high: must be one of max, min",
         (
-            "metrics[2]: another item has a metric named multiclass_f1_score too; set another name"
-            " by name: NAME"
+            "metrics[2]: another item has a metric named multiclass_f1_score too; give this item another"
+            " name by name: NAME"
         ),
     ]
     assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked(
@@ -662,7 +663,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         "metrics={a:1}: must be a list like [{_target_: package.Name, argument: 1}]"
     ]
     assert asked(F1_OF_TEN | {"name": "step"}) == [
-        "metrics[0].name=step: metrics.jsonl has a step of its own; give the metric another name,"
+        "metrics[0].name=step: metrics.jsonl has a step of its own; give the metric another name by"
         " name: NAME"
     ]
     assert (
@@ -705,7 +706,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(code_checks, "is_installed", lambda package: False)
     assert asked(F1_OF_TEN) == [
         f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install"
-        " '.[metrics]'"
+        f" '{SOURCE}[metrics]'"
     ]
 
 

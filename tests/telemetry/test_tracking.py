@@ -18,6 +18,7 @@ import pytest
 from ddp_train.config.composition import read_config
 from ddp_train.config.freeze import freeze
 from ddp_train.config.overrides import read_overrides
+from ddp_train.config.packages import SOURCE
 from ddp_train.config.prepare import archive_previous_run, prepare
 from ddp_train.config.user_code import build_trackers
 from ddp_train.errors import ConfigError
@@ -512,7 +513,7 @@ def test_wrong_tracker_is_refused_before_the_start(
     (problem,) = caught.value.problems
     assert (
         problem == f"tracker=wandb: wandb is not installed; run {sys.executable} -m pip install"
-        " '.[wandb]'"
+        f" '{SOURCE}[wandb]'"
     )
     read_words = read_overrides(PROGRAM, ["tracker=[tensorboard,wandbb]"])
     assert read_words.problems == [
