@@ -240,6 +240,7 @@ def test_the_command_tells_a_script_that_is_no_session(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     ("kind", "said", "not_said"),
     [("idle", DRAWN_WITHOUT_EFFECT, DRAWN), ("noise", DRAWN, DRAWN_WITHOUT_EFFECT)],
