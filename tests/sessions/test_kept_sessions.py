@@ -159,22 +159,22 @@ from torch import nn
 import ddp_train
 
 
-class Replay:
+class Corpus:
     def __init__(self):
-        self.seen = [float(number) for number in range(500_000)]
+        self.text = "x" * 2**24
 
     def state_dict(self):
-        return {"seen": self.seen}
+        return {"text": self.text}
 
     def load_state_dict(self, state):
-        self.seen = state["seen"]
+        self.text = state["text"]
 
 
 with ddp_train.session(sys.argv[1].removeprefix("run_dir="), processes=2) as run:
     model = run.wrap(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = run.loader(torch.utils.data.TensorDataset(torch.ones(240, 3)), global_batch_size=6)
-    run.resume(model=model, optimizer=optimizer, replay=Replay())
+    run.resume(model=model, optimizer=optimizer, corpus=Corpus())
     for epoch in run.epochs(1):
         for (inputs,) in loader:
             optimizer.zero_grad()
@@ -194,7 +194,7 @@ def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
         said.count("note: ddp_train.session: to keep a step in memory outside the processes takes ")
         == 1
     ), said
-    assert "(replay has 4 MiB that are not tensors), so one step in " in said, said
+    assert "(corpus has 16 MiB that are not tensors), so one step in " in said, said
 
 
 @pytest.mark.parametrize(
