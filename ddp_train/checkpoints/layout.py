@@ -67,7 +67,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise WriteError(
             f"no checkpoint can be written to {folder}: {error.strerror}",
-            "make it writable, or continue in another run_dir with checkpoint.resume=PATH",
+            "make the folder writable, then start the same command again",
         ) from error
 
 

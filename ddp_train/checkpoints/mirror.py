@@ -156,7 +156,7 @@ class Mirror:
             raise DataError(
                 f"checkpoint.mirror={self.url} belongs to {_description(current)}, which is still"
                 " running",
-                "wait for its end, or name another folder",
+                "wait until that run ends, or use another folder for checkpoint.mirror",
             )
 
     def check_owner(self, owner: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ class Mirror:
             raise WriteError(
                 f"the checkpoint of step {step} cannot be copied from checkpoint.mirror={self.url}:"
                 f" {error.strerror}",
-                f"free some space for {path.parent}, or make it writable",
+                f"free some space in {path.parent}, or make that folder writable",
             ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -86,7 +86,7 @@ class Mirroring:
             if newest != self.newest:  # it is superseded, and was removed meanwhile
                 return
             self.error = error
-            prospect = "; the next checkpoint will be tried"
+            prospect = "; copying is tried again with the next checkpoint"
             if isinstance(error, NotOwnedError):
                 prospect = ""
             log.warning(

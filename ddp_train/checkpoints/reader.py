@@ -90,20 +90,19 @@ def _target(path: Path) -> Path:
 def _none_there(folder: Path) -> DataError:
     manifests = folder.glob(f"*/checkpoints/step_*/{MANIFEST}")
     runs = sorted(manifest.parents[2] for manifest in manifests)
-    remedy = "name a checkpoint, or a run that has saved one"
+    remedy = "give a checkpoint, or the folder of a run that has saved one"
     if runs:
-        remedy = f"name a run inside, as {runs[-1]}"
+        remedy = f"give a run in that folder, for example {runs[-1]}"
     return DataError(f"{folder} holds no valid checkpoint", remedy)
 
 
 def _none_valid(folder: Path, candidate: Path, which: str) -> DataError:
-    last = ""
-    if which != "last" and candidate.parent == folder / "checkpoints":
-        last = "checkpoint.which=last, "
-    return DataError(
-        f"{folder} holds no valid checkpoint",
-        f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never",
+    remedy = (
+        "use another checkpoint, checkpoint.resume=PATH, or start over: checkpoint.resume=never"
     )
+    if which != "last" and candidate.parent == folder / "checkpoints":
+        remedy = "use the last checkpoint of the run: checkpoint.which=last"
+    return DataError(f"{folder} holds no valid checkpoint", remedy)
 
 
 def best_step(manifests: Mapping[int, dict[str, Any]], selection: Selection) -> int | None:
@@ -168,7 +167,8 @@ def weights_file(path: Path, average: bool) -> str:
     if average and not has_average(path):
         raise DataError(
             f"{path} has no average of the weights",
-            "train with train.ema_decay, or leave average out",
+            "train with train.ema_decay=0.999, or use the weights themselves:"
+            " checkpoint.average=false (in Python average=False)",
         )
     return AVERAGE if average else MODEL
 
@@ -194,7 +194,7 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
             names += f" and {len(differing) - NAMES_SHOWN} more"
         raise DataError(
             f"{path} belongs to another model; it differs in {names}",
-            "use the model= and data= that it was trained with",
+            "use the model= and data= that the checkpoint was trained with",
         )
     model.load_state_dict(weights)
 
@@ -235,7 +235,7 @@ def load_training(path: Path) -> dict[str, Any]:
         return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
         raise DataError(
-            f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH"
+            f"{path / TRAINING} is not plain data", "use another checkpoint, checkpoint.resume=PATH"
         ) from error
 
 

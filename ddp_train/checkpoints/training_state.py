@@ -154,7 +154,7 @@ class TrainingState:
                 return ""
             return (
                 f"note: {path.name} has an average of the weights, which this run does not"
-                " continue; to continue it, add train.ema_decay"
+                " continue; to continue the average, add train.ema_decay=0.999"
             )
         if self.average is None:
             reader.load_model(path, module.model)

@@ -162,7 +162,11 @@ class Writer:
             self.error = error
             reason = reason_of(error)
             level = logging.INFO if reason == self.last_reason else logging.WARNING
-            log.log(level, "%s; training continues, and the next checkpoint will be tried", error)
+            log.log(
+                level,
+                "%s; training continues, and saving is tried again at the next checkpoint",
+                error,
+            )
             self.last_reason = reason
         finally:
             self.on_saving(False)
@@ -190,7 +194,9 @@ class Writer:
         except OSError as error:
             if path not in self.not_removed:
                 log.warning(
-                    "%s cannot be removed: %s; the next checkpoint will try again", path, error
+                    "%s cannot be removed: %s; removing is tried again at the next checkpoint",
+                    path,
+                    error,
                 )
             self.not_removed.add(path)
 
@@ -306,7 +312,7 @@ def _not_written(run_dir: Path, path: Path, snapshot: Snapshot, error: Exception
     return WriteError(
         f"the checkpoint of step {snapshot.step} cannot be written to {path}: {reason} ({free:,}"
         f" bytes free, about {needed:,} needed)",
-        "free some space, or continue in another run_dir with checkpoint.resume=PATH",
+        "free some space, or make the folder writable; then start the same command again",
     )
 
 
@@ -319,7 +325,7 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
     defect = defect_of_files(path)
     if defect:
         raise WriteError(
-            f"the checkpoint {path} is corrupt as soon as it is written: {defect}",
+            f"the checkpoint {path} was corrupt when it was read back after writing: {defect}",
             "check the disk",
         )
     defect = defect_of_state(path)

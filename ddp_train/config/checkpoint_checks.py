@@ -172,7 +172,7 @@ def differences(values: Values, where: str, instead: str) -> Iterator[Problem]:
             yield Problem(
                 f"{name}={shown(now)}",
                 f"the run in {where} has {name}={shown(then)}",
-                f"use that, or {instead}",
+                f"use {name}={shown(then)}; for a new run use {instead}",
             )
 
 
@@ -190,7 +190,8 @@ def _same_run(run: RequestedRun) -> Iterator[Problem]:
         return
     before = run_to_resume(config)
     if before is not None:
-        yield from differences_of_runs(before, config, found, "another run_dir")
+        elsewhere = shell_word("run_dir", f"{config.run_dir}_new")
+        yield from differences_of_runs(before, config, found, elsewhere)
 
 
 def differences_of_runs(

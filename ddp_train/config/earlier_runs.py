@@ -21,6 +21,7 @@ from ddp_train.config.yaml_files import ambiguous, error_text, is_duplicate, loa
 from ddp_train.errors import ConfigError
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
+from ddp_train.text import shell_word
 
 CONFIG_KEY = "config"
 OF_A_RUN = "start from an earlier run's config, its folder or config.yaml; overrides apply on top"
@@ -163,12 +164,16 @@ def ground_in(run_dir: Path) -> dict[str, Any]:
         earlier = EarlierRun.of_file(run_dir)
     except ConfigError:
         rule = f"its {FILE} is not the config of a run, and the command does not say what to train"
-        remedy = "use another run_dir, or add model=NAME or experiment=NAME"
+        remedy = (
+            "to resume a run, give that run's folder as run_dir; to train here, add model=NAME"
+            " or experiment=NAME"
+        )
         raise ConfigError([f"run_dir={run_dir}: {rule}; {remedy}"]) from None
     before = earlier.config()
     if before.uses_trained:
         rule = f"its {FILE} has mode={before.mode}, which does not train"
-        raise ConfigError([f"run_dir={run_dir}: {rule}; use another run_dir to train"])
+        elsewhere = shell_word("run_dir", f"{run_dir}_new")
+        raise ConfigError([f"run_dir={run_dir}: {rule}; to train, use {elsewhere}"])
     ground = earlier.ground()
     checkpoint = ground.get("checkpoint")
     # It was said of the files that were there then.

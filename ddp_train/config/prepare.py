@@ -204,9 +204,10 @@ def _chosen_before(earlier: Config, config: Config) -> list[str]:
 def check_owner(config: Config) -> None:
     """Raise ConfigError if the run directory is that of a sweep or a script."""
     run_dir = Path(str(config.run_dir))
+    elsewhere = _new_folder(config)
     if is_of_sweep(run_dir):
         trial = shell_word("run_dir", f"{config.run_dir}/NUMBER")
-        remedy = f"to resume a trial, use {trial}; otherwise use another run_dir"
+        remedy = f"to resume a trial, use {trial}; for a new run use {elsewhere}"
         raise ConfigError(
             [
                 f"run_dir={config.run_dir}: is the folder of a sweep, and a run would overwrite"
@@ -217,7 +218,7 @@ def check_owner(config: Config) -> None:
         raise ConfigError(
             [
                 f"run_dir={config.run_dir}: was written by ddp_train.session or save_checkpoint,"
-                " and only that script can resume it; use another run_dir"
+                f" and only that script can resume it; use {elsewhere}"
             ]
         )
 
@@ -233,12 +234,17 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     try:
         return run_lock.acquire(run_dir / run_lock.FILE, _patience_seconds(config, world))
     except run_lock.LockHeldError as error:
-        remedy = "wait for it, stop it, or name another run_dir"
+        remedy = f"wait until that run ends, stop it, or use {_new_folder(config)}"
         raise ConfigError(
             [f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]
         ) from None
     except OSError as error:
         raise unwritten(config.run_dir, error) from None
+
+
+def _new_folder(config: Config) -> str:
+    """An override for a run in another folder, to be pasted."""
+    return shell_word("run_dir", f"{config.run_dir}_new")
 
 
 def _patience_seconds(config: Config, world: World | None) -> float:

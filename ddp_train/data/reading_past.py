@@ -10,9 +10,7 @@ from ddp_train.text import counted
 
 SLOW_SECONDS = 10.0
 """Reading past the samples that are done is told of if it takes longer."""
-HOW_TO_GO_ON = (
-    "a stream with state_dict() and load_state_dict(), of plain data, resumes without this"
-)
+HOW_TO_GO_ON = "a stream with state_dict() and load_state_dict() of plain data resumes at once"
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +45,8 @@ class ReadingPast:
 
     def _tell(self) -> None:
         log.warning(
-            "reading past %s of the stream %s: %s so far, in %.3g s%s",
+            "to resume, the run reads %s of the stream %s again and skips them: %s so far, in"
+            " %.3g s%s",
             counted(self.samples, "sample"),
             self.name,
             f"{self.passed:,}",

@@ -67,7 +67,8 @@ def export_model(
             part.replace(folder / part.name)
     except OSError as error:
         raise WriteError(
-            f"{folder} cannot be written: {error.strerror}", "free space, or name another run_dir"
+            f"{folder} cannot be written: {error.strerror}",
+            "free some space, or use a new folder: run_dir=runs/new",
         ) from error
     finally:
         shutil.rmtree(parts, ignore_errors=True)
@@ -90,10 +91,10 @@ def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:
     if "input_shape" not in manifest:
         rule = "only models whose input is one tensor can be exported"
         remedy = (
-            "if yours is one, let the data set return (input, ...) instead of a dict, and train it"
-            " for one step"
+            "if the input of your model is one tensor, let the data set return (input, target)"
+            " instead of a dict, and train for one step"
         )
-        problem = "mode=export: the first part of a sample is not the model's input"
+        problem = "mode=export: the samples of the data set do not begin with one input tensor"
         raise ConfigError([f"{problem}; {rule}; {remedy}"])
     generator = torch.Generator().manual_seed(hash_key(0, "export", size))
     shape = (size, *manifest["input_shape"])
@@ -114,7 +115,7 @@ def _largest_difference(name: str, outputs: list[Tensor], expected: list[Tensor]
             raise DataError(
                 f"export.formats={name}: its outputs differ from the model's by {difference:.1g}"
                 " times the largest output",
-                "export another format, or change the operation that differs",
+                f"leave {name} out of export.formats, or change the operation that differs",
             )
         largest = max(largest, difference)
     return largest
@@ -171,8 +172,8 @@ def _exported(name: str, export: Callable[[], Any]) -> Any:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
             f"export.formats={name}: the model cannot be exported: {reason}",
-            "see the log; code that depends on the values of tensors must be written in another"
-            " way",
+            "the log names the line. Rewrite code that depends on the values of tensors, such as"
+            " `if x.sum() > 0`",
         ) from error
 
 

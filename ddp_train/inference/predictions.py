@@ -85,7 +85,8 @@ def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor
         if not str(name).isidentifier() or name in RESERVED:
             raise TaskError(
                 f"{source} returned a column {name!r}",
-                f"use a plain name, and none of {', '.join(RESERVED)}",
+                "use letters, digits and _ in its name, and none of the names"
+                f" {', '.join(RESERVED)}",
             )
         columns[name] = value.float() if value.dtype == torch.bfloat16 else value
     return columns
@@ -140,7 +141,7 @@ def write_predictions(
             _write_npz(part, {**columns, **further})
         part.replace(path)
     except OSError as error:
-        remedy = "free space, or name another run_dir"
+        remedy = "free some space, or use a new folder: run_dir=runs/new"
         raise WriteError(f"{path} cannot be written: {error.strerror}", remedy) from error
     finally:
         spool.close()

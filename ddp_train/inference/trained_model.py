@@ -136,8 +136,8 @@ def load(
         raise DataError(
             f"{checkpoint} has no config, so its model cannot be built: it was saved by"
             " ddp_train.session or save_checkpoint",
-            "build the model as that script does, and load"
-            f" safetensors.torch.load_file('{checkpoint / reader.MODEL}') into it",
+            "build the model as that script does, then"
+            f" model.load_state_dict(safetensors.torch.load_file('{checkpoint / reader.MODEL}'))",
         )
     config, problems = bind_frozen(manifest["config"])
     problems += code_problems("model", config.model, trusted_modules)
@@ -164,8 +164,8 @@ def predict_function(config: Config, task_name: str, trusted_modules: Sequence[s
         task = checkpoint_model.task_of(config, task_name)
     if task_name == "language_model":
         problems = [
-            "predict: a sample of a language model has a prediction for each token; call the model"
-            " for its logits, or use mode=predict"
+            "predict: a language model has a prediction for each token of a sample, not one for"
+            " the sample; call the model itself for its logits, or use mode=predict"
         ]
     elif task and not has_own_columns(task):
         lacks = f"the task {type(task).__name__} has no predictions(self, model, inputs)"

@@ -50,8 +50,8 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
         return None
     if not isinstance(source, TokenSource):
         problem = (
-            f"task.sample_tokens={count}: text can be written with data=text or tokens only; use"
-            " task.sample_tokens=0"
+            f"task.sample_tokens={count}: a model can write text only with data=text or"
+            " data=tokens; use task.sample_tokens=0"
         )
         raise ConfigError([problem])
     prompt = config.task.sample_prompt
@@ -59,7 +59,7 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
     codec = source.codec
     if prompt and not codec:
         raise ConfigError(
-            [f"{key}: data=tokens needs a tokenizer for text; add data.tokenizer=PATH"]
+            [f"{key}: data=tokens needs a tokenizer to read this text; add data.tokenizer=PATH"]
         )
     first = [source.last_token]
     if codec:
@@ -97,6 +97,6 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
         listed += f" and {len(names) - 3} more"
     biases = counted(len(names), "bias")
     return [
-        f"note: {biases} directly before a norm layer, which cancels them: {listed}; build such"
-        " layers with bias=False"
+        f"note: {biases} without effect, since a norm layer follows directly and cancels them:"
+        f" {listed}. Build such layers with bias=False"
     ]

@@ -126,11 +126,15 @@ def _checked(overrides: list[str]) -> tuple[Config, list[str]]:
     """The resolved config of these overrides, and the command of its run. Raises ConfigError."""
     if world_from_environment():
         raise ConfigError(
-            ["ddp_train.run: starts processes itself; under torchrun use `-m ddp_train key=value`"]
+            [
+                "ddp_train.run: starts its processes itself, so it cannot run under torchrun;"
+                " start the script with python, or use `torchrun --nproc_per_node=2 -m ddp_train"
+                " key=value`"
+            ]
         )
     for argument in overrides:
         if argument.startswith("-"):
-            rule = "does one run, and takes no flags; use the command line"
+            rule = "takes key=value and no flags; for a flag use the command line, ddp-train"
             raise ConfigError([f"ddp_train.run({argument!r}): {rule}"])
     program, overrides = find_program(None, overrides)
     requested, problems = read_run(program, read_overrides(program, overrides))

@@ -29,7 +29,7 @@ from ddp_train.runs.summary import summary_of_model, summary_of_scores
 from ddp_train.scored_sets import TEST, kind_of
 from ddp_train.text import did_you_mean
 
-FLATTERS = "its score on the same samples is no estimate for new data"
+FLATTERS = "so that score does not tell how the model does on new data"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class InferenceRun:
         metric = description["metric"] or ""
         scores = self.run.config.mode == "evaluate"
         if scores and description["which"] == "best" and kind_of(metric.split(".")[0]) == TEST:
-            self.run.display.line(f"note: the checkpoint was chosen by {metric}: {FLATTERS}")
+            self.run.display.line(f"note: the checkpoint was chosen by its {metric}, {FLATTERS}")
         return description
 
     def _check_data(self, source: BatchSource, manifest: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: boo
     if "outputs" in manifest and isinstance(inputs, Tensor):
         shape = list(inputs.shape[1:])
         if shape != manifest["input_shape"]:
-            remedy = "use data of that shape"
+            remedy = f"use data of the shape {manifest['input_shape']}"
             if is_own:
                 remedy += ", or transform them with data.test_transform"
             raise DataError(

@@ -74,8 +74,8 @@ def fetch_alone(config: Config, attempt: int) -> str:
         if newest_here < 0 or not resumes:
             raise
         log.warning(
-            "%s; the run continues from its own checkpoint of step %d, and the next checkpoint"
-            " will try again",
+            "%s; the run continues from the checkpoint of step %d in run_dir, and copying is"
+            " tried again with the next checkpoint",
             error,
             newest_here,
         )
@@ -104,9 +104,9 @@ def _checked_config(
     place = f"checkpoint.mirror={mirror.url}"
     if manifests and not resumes:
         raise DataError(
-            f"{place} holds checkpoints, the newest of step {max(manifests)}",
-            "a fresh run would mix its checkpoints with these; name another folder, or empty that"
-            " one",
+            f"{place} already holds checkpoints, the newest of step {max(manifests)}, and a new"
+            " run would mix its own with them",
+            "use another folder for checkpoint.mirror, or empty this one",
         )
     newest = next(iter(manifests.values()), {})
     if not newest.get("config"):
@@ -114,7 +114,7 @@ def _checked_config(
     earlier, _ = bind_frozen(newest["config"])
     if earlier is None:
         return None
-    remedy = "name another folder as checkpoint.mirror"
+    remedy = "another folder for checkpoint.mirror"
     problems = list(differences_of_runs(earlier, config, place, remedy))
     if problems:
         raise DataError("; ".join(map(str, problems)), "give each run a folder of its own")
@@ -151,7 +151,8 @@ def finish(
         if state == CopyState.FAILED and not is_stopped:
             raise WriteError(
                 f"{problem}: {mirroring.error}",
-                f"it is in {mirroring.newest}; check the store, and start the same command again",
+                f"the checkpoint itself is in {mirroring.newest}. Check the store, then start the"
+                " same command again, which copies it",
             ) from mirroring.error
         if not stop.goes_on:
             reason = f": {mirroring.error}" if mirroring.error else " yet"

@@ -75,14 +75,14 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     if facts.own_statistics and config.process_count > 1 and not config.strategy.fixes_bits:
         rows["batch norm"] = (
             "statistics of each process's own samples, so the result depends on the number of"
-            " processes; strategy.sync_bn=true takes all samples"
+            " processes; strategy.sync_bn=true takes the samples of all processes"
         )
     rows["global batch"] = _global_batch_row(plan, config.process_count)
     if facts.stand_ins_count:
         rows["empty batches"] = (
-            "the model or the task cannot take an empty batch (the log says why), so a process"
-            " without a sample computes one of another process with weight 0: the loss is exact,"
-            " but your own counts of samples are not"
+            "the model or the task cannot take an empty batch (the log says why). So a process"
+            " without a sample computes a sample of another process with weight 0: the loss is"
+            " exact, but samples that your code counts are too many"
         )
     rows["steps"] = _steps_row(config.train, plan, facts.first_step)
     rows["optimizer"] = _optimizer_row(facts)
@@ -199,10 +199,10 @@ def _stream_row(facts: PlanFacts) -> str:
         )
     if facts.problem_of_stream:
         return (
-            f"{text}; resumed by reading again the samples that are done"
+            f"{text}; a resumed run reads the samples that are done once more"
             f" ({facts.problem_of_stream})"
         )
-    return f"{text}; resumed by its own state"
+    return f"{text}; a resumed run uses the stream's state_dict"
 
 
 def _global_batch_row(plan: BatchPlan, processes: int) -> str:
@@ -235,7 +235,7 @@ def _global_batch_row(plan: BatchPlan, processes: int) -> str:
 def _steps_row(train: TrainConfig, plan: BatchPlan, first_step: int) -> str:
     epochs = train.most_epochs
     if epochs is None and plan.in_order and plan.steps_per_epoch == plan.steps:
-        text = f"{plan.steps:,}, for which the stream is read as far as that takes"
+        text = f"{plan.steps:,}; the stream is read until they are done"
     elif epochs is None:
         text = f"{plan.steps:,}, of which {plan.steps_per_epoch:,} go once through the data"
     else:

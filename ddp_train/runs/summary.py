@@ -39,7 +39,7 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
         remedy = "free some space, or make the folder writable"
         if is_over_limit(error):
             remedy = RAISE_LIMIT
-        remedy += ", and run the same command again, which only writes the file"
+        remedy += ", then run the same command again, which only writes this file"
         raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 
 

@@ -25,10 +25,14 @@ from ddp_train.plain_state import PLAIN_DATA, problem_of_state
 from ddp_train.sessions.settings import UsageError
 
 BATCH_SIZE = (
-    "run.loader(dataset, global_batch_size=64): the samples of a step, over all processes together"
+    "use run.loader(dataset, global_batch_size=64), where 64 is the number of samples of a step"
+    " over all processes together"
 )
 
-TEST_BATCH_SIZE = "run.test_loader(dataset, batch_size=256): the samples of a batch"
+TEST_BATCH_SIZE = (
+    "use run.test_loader(dataset, batch_size=256), where 256 is the number of samples of a batch"
+    " on one process"
+)
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ class DataArguments:
         elif given and self.shuffle:
             both = "shuffle and a sampler"
         elif "batch_sampler" in given and (self.batch_size is not None or self.drop_last):
-            both = "batch_sampler and global_batch_size, or drop_last"
+            both = "batch_sampler and global_batch_size (or drop_last)"
         if both:
             raise UsageError(
-                f"{method} got {both}: they contradict each other",
+                f"{method} got {both}, which contradict each other",
                 "use sampler= with global_batch_size=, or batch_sampler= alone (its batches are"
                 " for all processes together)",
             )
@@ -100,7 +104,8 @@ def _check_sampler(name: str, sampler: Any, method: str) -> None:
     if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
         raise UsageError(
             f"{method}: {name} is a {type(sampler).__name__}, which cannot be iterated",
-            "pass an object, not its class; its __iter__ must give the sample numbers of an epoch",
+            "pass an object, not a class. Its __iter__ must give the indices of the samples of"
+            " an epoch",
         )
     if isinstance(sampler, Iterator):
         raise UsageError(
@@ -112,9 +117,9 @@ def _check_sampler(name: str, sampler: Any, method: str) -> None:
     for one in [sampler] if inner is None else [sampler, inner]:
         if isinstance(one, DistributedSampler):
             raise UsageError(
-                f"{method}: {name} is a DistributedSampler, which gives each process a part, and"
-                " run.loader does that already",
-                "leave it out, or pass the sampler inside it",
+                f"{method}: {name} is a DistributedSampler, but run.loader divides the samples"
+                " among the processes itself",
+                "leave the DistributedSampler out. If it wraps another sampler, pass that one",
             )
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
             problem = problem_of_state(one.state_dict())
@@ -144,7 +149,7 @@ def whole_arguments(given: DataArguments, method: str) -> DataArguments:
     if given != DataArguments(loader):
         raise UsageError(
             f"{method} got a DataLoader and other arguments",
-            "pass the DataLoader alone, or its data set with the arguments",
+            "pass the DataLoader alone, or its data set with the other arguments",
         )
     return taken_apart(loader, method)
 
@@ -155,11 +160,11 @@ def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
         remedy = "give the DataLoader a batch_size, or a batch_sampler"
         if isinstance(loader.dataset, IterableDataset):
             remedy = (
-                "let the data set give samples, without .batched() for instance, and give the"
-                " DataLoader a batch_size"
+                "let the data set give single samples (for example leave out .batched()), and"
+                " give the DataLoader a batch_size"
             )
         raise UsageError(
-            f"{method}: its DataLoader has batch_size=None, so that its data set makes batches",
+            f"{method} got a DataLoader with batch_size=None, whose data set makes the batches",
             remedy,
         )
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
@@ -198,17 +203,19 @@ def _check_processes(loader: DataLoader[Any], method: str) -> None:
         used = start_method()
         if asked != used:
             raise UsageError(
-                f"{method}: its DataLoader has multiprocessing_context={asked!r}, but loader"
-                f" processes are started by {used!r}",
+                f"{method} got a DataLoader with multiprocessing_context={asked!r}, but all"
+                f" loader processes are started by {used!r}",
                 f"call multiprocessing.set_start_method({asked!r}) before the data set is created,"
                 " and leave out multiprocessing_context",
             )
     unused = {}
     if loader.timeout:
-        unused[f"timeout={loader.timeout:g}"] = "timeout_seconds of the session detects hangs"
+        unused[f"timeout={loader.timeout:g}"] = (
+            "use timeout_seconds of ddp_train.session, which detects hangs"
+        )
     if loader.pin_memory_device:
         device = loader.pin_memory_device
-        unused[f"pin_memory_device={device!r}"] = "batches come on run.device"
+        unused[f"pin_memory_device={device!r}"] = "batches are copied to run.device"
     for option, instead in unused.items():
         print(f"note: {method}: {option} has no effect: {instead}", file=sys.stderr)
 
@@ -230,7 +237,7 @@ def scored_samples(arguments: DataArguments, seed: int) -> Any:
     """
     if arguments.batch_sampler is not None:
         raise UsageError(
-            "run.test_loader: its DataLoader has a batch_sampler of its own",
+            "run.test_loader got a DataLoader with a batch_sampler of its own",
             "pass the data set: run.test_loader(dataset, batch_size=256)",
         )
     assert arguments.batch_size, "check has seen to it"

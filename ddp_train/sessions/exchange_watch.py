@@ -13,7 +13,7 @@ from ddp_train.resilience.heartbeat import KEPT_EXCHANGES, RankStatus
 from ddp_train.sessions.settings import UsageError
 
 BACKWARD = "backward()"
-UNITS = "run.mean over units"
+UNITS = "run.mean(losses, over=...)"
 CLOSURE = "optimizer.step(closure)"
 SUM = "run.sum"
 GATHER = "run.gather"
@@ -34,14 +34,15 @@ EXCHANGES = (
 """The name of each exchange of a session, by its number; 0 is that of none."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
 SAME_ORDER = (
-    "every process must make the same calls in the same order in every step, even with an empty"
-    " batch. Do not call run.sum or run.save inside of `if run.rank == 0`, and do not leave a step"
-    " before backward() on one process alone. To skip a step on all of them, decide by a sum: if"
-    " not math.isfinite(run.sum(loss.item())): continue"
+    "every process must make the same calls in the same order in every step, even where its"
+    " batch is empty. Do not call run.sum or run.save inside of `if run.rank == 0`, and do not"
+    " leave a step before backward() on one process alone. To skip a step, let all processes"
+    " decide by the same sum: if not math.isfinite(run.sum(loss.item())): continue"
 )
 SAME_NORMS = (
-    ". Batch norm over all processes needs the same number of calls of the model on each: in a"
-    " loop over samples use run.wrap(model, sync_batch_norm=False)"
+    ". Batch norm over all processes also needs the same number of calls of the model on each"
+    " process. If the model is called in a loop over samples, use run.wrap(model,"
+    " sync_batch_norm=False)"
 )
 
 
@@ -92,8 +93,8 @@ def _error(rank: int, mine: int, other_rank: int, other: int) -> UsageError:
     if BATCH_NORM in (_name(mine), _name(other)):
         remedy += SAME_NORMS
     return UsageError(
-        f"rank {rank} is in {_described(mine)}, but rank {other_rank} is in {_described(other)}:"
-        " in each of them all processes must take part",
+        f"rank {rank} is in {_described(mine)}, but rank {other_rank} is in {_described(other)}."
+        " Each of the two waits for all processes, so the run would hang",
         remedy,
     )
 

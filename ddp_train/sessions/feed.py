@@ -21,7 +21,7 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.text import counted
 
 SAME_LENGTH = (
-    "change the data set in the same way on all processes, for example by the number of the epoch"
+    "change the data set in the same way on all processes, for example depending on the epoch alone"
 )
 
 
@@ -172,7 +172,7 @@ def look_at_empty_batch(source: Any, smallest: int, world: World) -> None:
     if world.is_leader:
         print(
             f"note: run.loader: the smallest global batch has {counted(smallest, 'sample')} for"
-            f" {world.size} processes: those without a sample get an empty batch, and must do the"
-            " step with it",
+            f" {world.size} processes. A process without a sample gets an empty batch, and must"
+            " make the same calls with it",
             file=sys.stderr,
         )

@@ -34,8 +34,9 @@ class ForeignOptimizers:
                 raise UsageError(
                     f"an optimizer ({type(optimizer).__name__}) makes a step, but run.resume did"
                     " not get it: its state would be lost",
-                    "use run.resume(model=model, optimizer=optimizer); to reset it in each epoch"
-                    " use optimizer.state.clear()",
+                    "use run.resume(model=model, optimizer=optimizer). If you build a new"
+                    " optimizer in each epoch to reset its state, call optimizer.state.clear()"
+                    " instead",
                 )
             self.first_steps[optimizer] = step
             return
@@ -43,8 +44,8 @@ class ForeignOptimizers:
             return  # made for this step, as a few updates of a copy
         if any(isinstance(parameter, nn.Parameter) for parameter in parameters_of(optimizer)):
             raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) trains a model, but run.wrap did not"
-                " get it: each process would train its own",
+                f"an optimizer ({type(optimizer).__name__}) trains a model that run.wrap did not"
+                " get, so each process would train a different model",
                 "call model = run.wrap(model) for each model before its optimizer is built, and"
                 " pass the optimizer to run.resume",
             )

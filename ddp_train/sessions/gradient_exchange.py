@@ -131,7 +131,7 @@ class GradientExchange:
         if self.options.get("static_graph"):
             raise UsageError(
                 "static_graph=True allows only one backward pass after each forward pass of the"
-                " wrapped model, and no call of the model inside it",
+                " wrapped model, and no call of the model during a backward pass",
                 "use run.wrap(model) without static_graph",
             )
         self.reached = reached
@@ -166,13 +166,14 @@ class GradientExchange:
                 f"optimizer.step() was called with gradients of {name} from a loss that was not"
                 " computed by run.mean",
                 "use run.mean(losses) for every loss that goes backward, with one loss for each"
-                " sample (reduction='none'); add other terms to its result",
+                " sample (reduction='none'). Add other terms to the result of run.mean",
             )
         if self.is_local:
             raise UsageError(
-                f"optimizer.step() was called with gradients of {name} from one process alone: the"
-                " backward pass did not find this model when it began",
-                "if torch.utils.checkpoint.checkpoint calls it, use use_reentrant=False there",
+                f"optimizer.step() was called with gradients of {name} that were not averaged"
+                " over the processes: when backward() began, its graph did not contain this"
+                " model",
+                "if torch.utils.checkpoint.checkpoint calls the model, pass it use_reentrant=False",
             )
         if self.ddp is not None:
             self.ddp.check_finished()

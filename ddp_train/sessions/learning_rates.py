@@ -27,9 +27,9 @@ def warn_of_fractions(objects: Mapping[str, Any]) -> None:
         epochs = getattr(value, "T_cur", None)  # of CosineAnnealingWarmRestarts
         if isinstance(epochs, float) and not epochs.is_integer():
             log.warning(
-                "%s was stepped by a fraction of an epoch, and the run resumes inside of an epoch,"
-                " where enumerate(loader) starts at 0; use %s.step(run.step / batches), with"
-                " batches = len(loader) before run.epochs",
+                "%s was stepped by a fraction of an epoch. The run resumes inside of an epoch,"
+                " where enumerate(loader) starts at 0 again, so that fraction would be wrong."
+                " Use %s.step(run.step / batches), with batches = len(loader) before run.epochs",
                 name,
                 name,
             )

@@ -43,8 +43,9 @@ from ddp_train.text import counted
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
-    "use a generator with a seed for random_split and all other shuffling before the `with`, or"
-    " create the data set inside of the `with`, where all processes draw the same"
+    "create the data set inside of `with ddp_train.session(...)`, where all processes draw the"
+    " same random numbers. If it is created before, use a generator with a seed for random_split"
+    " and all other shuffling"
 )
 
 
@@ -73,18 +74,19 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
     is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
     if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{method}: {name} is an iterable data set, and the processes divide samples by their"
-            " numbers",
+            f"{method}: {name} is an iterable data set, but {method} divides the samples among"
+            " the processes by index",
             "pass a map-style data set, with __getitem__ and __len__, for example a list:"
             f" {method}(list(data), batch_size=256)",
         )
     if not len(dataset):
-        remedy = "check its arguments"
+        remedy = "check how the data set is created"
         if method == "run.loader":
             remedy += (
-                "; a buffer that is filled later is no data set: take run.loader(range(64),"
-                " global_batch_size=64, shuffle=False, repeat=True), draw the numbers of a whole"
-                " batch on all processes alike, and use buffer[numbers[mine]] for mine in loader"
+                ". For a buffer that is filled later (a replay buffer), use loader ="
+                " run.loader(range(64), global_batch_size=64, shuffle=False, repeat=True) in"
+                " place of the buffer. Draw the indices of a whole batch on all processes alike,"
+                " and train on buffer[indices[mine]] for each mine in loader"
             )
         raise UsageError(f"{method}: {name} has no samples", remedy)
     if type(dataset) is TensorDataset and collate is None:
@@ -163,7 +165,8 @@ def _look_at_batches(
     count = number_of_batches(samples, size, arguments.drop_last)
     if not count:
         raise UsageError(
-            f"run.loader: drop_last leaves no batch of {size} of {counted(samples, 'sample')}",
+            f"run.loader: drop_last=True leaves no batch: there are {counted(samples, 'sample')},"
+            f" fewer than global_batch_size={size}",
             f"use global_batch_size={max(samples, 1)}, or drop_last=False",
         )
     smallest = min(samples - (count - 1) * size, size)
@@ -212,7 +215,7 @@ class TestLoader:
         if batches < steps.world.size and steps.world.is_leader:
             print(
                 f"note: run.test_loader: there are {batches} batches for {steps.world.size}"
-                " processes, so the last ones have none; use a smaller batch_size",
+                " processes, so some processes have nothing to do; use a smaller batch_size",
                 file=sys.stderr,
             )
         self.steps = steps
@@ -233,8 +236,8 @@ class TestLoader:
         steps = self.steps
         if steps.world.size > 1 and is_in_update_bn():
             raise UsageError(
-                "update_bn got a run.test_loader, whose batches differ between processes, so its"
-                " statistics would differ too",
+                "update_bn got a run.test_loader, whose batches differ between processes, so the"
+                " statistics of batch norm would differ too",
                 WAY_OF_UPDATE_BN,
             )
         averaged = averaged_buffers(steps.modules_together(), keep_if_alike=True)

@@ -48,9 +48,9 @@ class MeanLosses:
         if self.loop.open_step is None:
             raise UsageError(
                 "run.mean was called outside of a step",
-                "call it inside of `for batch in loader`, with loader = run.loader(...); without a"
-                " data set, as in reinforcement learning, use run.loader(range(1000),"
-                " global_batch_size=8)",
+                "call it inside of `for batch in loader`, with loader = run.loader(data,"
+                " global_batch_size=64). Without a data set, as in reinforcement learning, use"
+                " loader = run.loader(range(1000), global_batch_size=8)",
             )
         share = self.loop.open_step.share_of(of)
         self.watches.scores.check_ended()
@@ -78,8 +78,8 @@ class MeanLosses:
         """The loss of a batch whose gradients are to add up to those of a mean over a window."""
         if optimizer not in self.updates.optimizers:
             raise UsageError(
-                f"run.mean: accumulate= is a {type(optimizer).__name__} that run.resume did not"
-                " get",
+                f"run.mean: accumulate= is an optimizer ({type(optimizer).__name__}) that"
+                " run.resume did not get",
                 "use run.resume(model=model, optimizer=optimizer) and run.mean(losses,"
                 " accumulate=optimizer)",
             )

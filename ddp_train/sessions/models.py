@@ -64,9 +64,11 @@ class Models:
         for earlier in self.wrapped:
             if shared_parameters(earlier.parameters(), model.parameters()):
                 raise UsageError(
-                    "run.wrap got the same parameters twice: each model is wrapped once",
-                    "wrap a part that models share separately: encoder = run.wrap(encoder), head ="
-                    " run.wrap(head), and call head(encoder(x)); or put all into one nn.Module",
+                    "run.wrap got the same parameters twice, but each parameter may be in one"
+                    " wrapped model only",
+                    "wrap a part that two models share separately: encoder = run.wrap(encoder),"
+                    " head = run.wrap(head), and call head(encoder(x)). Or put the models into"
+                    " one nn.Module, and wrap that",
                 )
         if not self._handles:
             self._handles = [

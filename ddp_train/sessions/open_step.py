@@ -75,16 +75,17 @@ class OpenStep:
             if len(self.shares) == 1:
                 return next(iter(self.shares.values()))
             raise UsageError(
-                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, so it"
-                " is not known which samples the losses belong to",
+                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, so"
+                " run.mean cannot tell to which samples the losses belong",
                 "name the loader of these losses: run.mean(losses, of=loader)",
             )
         share = self.shares.get(id(loader))
         if share is None:
             raise UsageError(
                 "run.mean: the loader that was given as of= gave no batch in this step",
-                "take a batch of it in each step; run.loader(..., repeat=True) starts again by"
-                " itself (itertools.cycle would repeat earlier batches)",
+                "take a batch of that loader in each step. If it ends too early, use"
+                " run.loader(..., repeat=True), which starts again by itself (itertools.cycle"
+                " would repeat earlier batches)",
             )
         return share
 
@@ -96,11 +97,15 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
         return
     cause = ""
     if samples > 1 and losses.shape[:2] == (samples, samples):
-        cause = ", one loss for each pair of them: outputs [n, 1] were compared with targets [n]"
+        cause = (
+            ". This is one loss for each pair of samples: outputs of shape [n, 1] were compared"
+            " with targets of shape [n]"
+        )
     raise UsageError(
         f"run.mean: the losses have the shape {list(losses.shape)}, but the batch has {samples}"
         f" samples{cause}",
         "pass one loss for each sample (reduction='none'). For tokens or pixels use"
-        " run.mean(losses, over=mask), or over=losses.numel() if all count. For one loss of a"
-        " whole batch, by ddp_train.all_gather, use run.mean(loss.expand(len(batch)))",
+        " run.mean(losses, over=mask), or over=losses.numel() if all count. For one loss over"
+        " the rows of all processes (ddp_train.all_gather), use"
+        " run.mean(loss.expand(len(batch)))",
     )

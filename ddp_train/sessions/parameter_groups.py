@@ -39,9 +39,9 @@ def problem_of(before: Groups, now: Groups) -> str:
     if Counter(names_before) != Counter(names) or "" in names:
         pairs = zip_longest(names_before, names, fillvalue="nothing")
         was, is_now = next(pair for pair in pairs if pair[0] != pair[1])
-        return f"it had {was} where {is_now} is now"
+        return f"it had {was} where it has {is_now} now"
     if Counter(map(frozenset, before)) != Counter(map(frozenset, now)):
-        return "its groups are divided in another way"
+        return "the parameters are divided into other groups"
     return ""
 
 

@@ -49,8 +49,9 @@ from ddp_train.telemetry.trackers.tracking import FAILED_SECONDS, Tracking, open
 from ddp_train.text import counted
 
 NOTHING_IS_KEPT = (
-    "note: ddp_train.session: a failure costs the steps since the last checkpoint, since under"
-    " torchrun, or where `ulimit -f` limits files, no step is kept in memory outside the processes"
+    "note: ddp_train.session: after a failure the run goes back to its last checkpoint. It"
+    " cannot keep later steps in memory under torchrun, or where `ulimit -f` limits the size of"
+    " files"
 )
 
 
@@ -235,7 +236,7 @@ class SessionProcess:
         place = f"epoch {position.epoch}"
         if position.batch:
             place += f", {counted(position.batch, 'step')} of it"
-        saved = " and saved; the same command resumes from it"
+        saved = " and saved; the same command resumes the run"
         if position.batch and steps.whole_epochs and steps.saving:
             epoch = steps.saving.saved_epoch
             saved = f"; the same command resumes at the beginning of epoch {epoch}"
@@ -282,8 +283,8 @@ def seed_in_vain(earlier: int, seed: int) -> str | None:
         return None
     return (
         f"note: ddp_train.session seeds torch, numpy and random by seed={seed}, so"
-        f" torch.manual_seed({earlier}) before it has no effect; use session(..., seed={earlier}),"
-        " or move it into the `with`"
+        f" torch.manual_seed({earlier}) before the session has no effect; use"
+        f" ddp_train.session(..., seed={earlier}), or move the call into the `with`"
     )
 
 

@@ -161,9 +161,9 @@ class Run(MediaCalls):
             return TrainingLoader(steps, feed, arguments.dataset, repeat)
         if split_by_node:
             raise UsageError(
-                "run.loader: split_by_node=True is for streams, but"
+                "run.loader: split_by_node=True is for an IterableDataset, but"
                 f" {type(arguments.dataset).__name__} is a map-style data set",
-                "leave it out",
+                "leave out split_by_node",
             )
         feed = numbered_feed(steps, arguments)
         return TrainingLoader(steps, feed, arguments.dataset, repeat)
@@ -226,8 +226,8 @@ class Run(MediaCalls):
         if steps.saving is not None:
             raise UsageError(
                 "run.resume was called twice",
-                "call it once, with all objects; to train several folds, start a command for each"
-                " with its own run_dir, or use sessions with processes=1",
+                "call it once, with all objects. To train several folds, start one command for"
+                " each fold, with its own folder; or use processes=1 in each session",
             )
         named, others = check_objects(objects, steps.models)
         living = living_objects()
@@ -285,7 +285,7 @@ class Run(MediaCalls):
         if count < 0 or save_every < 1:
             raise UsageError(
                 f"run.epochs: count={count}, save_every={save_every}",
-                "use a count of 0 or more, and save_every=1 or more",
+                "use a count of at least 0, and save_every of at least 1",
             )
         return steps.epochs(count, save_every, whole)
 

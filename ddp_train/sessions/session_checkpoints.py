@@ -45,7 +45,8 @@ from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
 SAME_OBJECTS = (
-    "pass run.resume the same objects as when it was saved, or start over in another run_dir"
+    "pass run.resume the same objects as when the checkpoint was saved. To start over, use a new"
+    " folder: ddp_train.session('runs/new')"
 )
 
 
@@ -101,15 +102,17 @@ class SessionCheckpoints:
         state = TrainingState.load(path)
         if state.session is None:
             raise DataError(
-                f"{path} was not saved by a session, so it has no epoch and no batch to resume at",
-                "name another run_dir",
+                f"{path} was not saved by ddp_train.session, so it does not say at which epoch"
+                " and batch to resume",
+                "use a new folder: ddp_train.session('runs/new')",
             )
         if "loaders" not in state.session:
             raise DataError(
-                f"{path} was saved by an earlier version, without the states of the loaders, so"
-                " its next batch is not known",
-                "finish it with the version that began it, or name another run_dir and load its"
-                " weights: load_file('model.safetensors')",
+                f"{path} was saved by an earlier version of ddp_train, without the states of the"
+                " loaders, so the next batch is not known",
+                "finish the run with the version of ddp_train that began it. Or use a new"
+                " folder, and load the weights there:"
+                f" safetensors.torch.load_file('{path}/model.safetensors')",
             )
         self._check_models(path, state.session.get("models", self.models))
         self._check_names(path, state.objects)
@@ -187,12 +190,16 @@ class SessionCheckpoints:
             if not what and places_of_groups(before, groups) != list(range(len(groups))):
                 rated = [other for other in states if has_rates_by_place(states[other])]
                 if rated:
-                    what = f"its groups come in another order, and {rated[0]} has rates by place"
+                    what = (
+                        f"its groups are in another order, and {rated[0]} has a learning rate for"
+                        " each group by its place"
+                    )
             if what:
                 raise DataError(
                     f"{path}: the parameters of {name}, or their order, have changed: {what}",
-                    "build it with the same groups in the same order as when it was saved (prune,"
-                    " freeze or add adapters before run.resume), or start over in another run_dir",
+                    f"build {name} with the same groups in the same order as when it was saved"
+                    " (prune, freeze or add adapters before run.resume). To start over, use a"
+                    " new folder: ddp_train.session('runs/new')",
                 )
             states[name] = reordered(states[name], before, groups)
         return states

@@ -177,9 +177,9 @@ class SessionKeeper:
         if size > LARGE_BYTES:
             cause = f" ({name} has {size / 2**20:,.0f} MiB that are not tensors)"
         return (
-            "note: ddp_train.session: to keep a step in memory outside the processes takes"
-            f" {self.pace.cost_seconds:.2g} s{cause}, so one step in {self.pace.every} is kept,"
-            " and a failure costs the steps since"
+            "note: ddp_train.session: copying a step into memory, for a restart after a failure,"
+            f" takes {self.pace.cost_seconds:.2g} s{cause}. So only one step in {self.pace.every}"
+            " is copied, and a failure loses the steps after that one"
         )
 
     def _packed(

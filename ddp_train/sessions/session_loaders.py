@@ -88,12 +88,12 @@ class SessionLoaders:
                 continue
             change = f"{name} was {earlier} and is {value}"
             if name.startswith("data"):
-                change = "its samples are others"
+                change = "its samples are different"
             elif name.startswith("drawn"):
-                change = "its samples come in another order than before"
+                change = "its samples are in a different order"
             raise DataError(
-                f"{self.checkpoints.resumed_from} lies inside of an epoch, but run.loader has"
-                f" changed since: {change}",
-                "finish the epoch with the earlier data and arguments, or start over in another"
-                " run_dir",
+                f"{self.checkpoints.resumed_from} was saved inside of an epoch, but run.loader"
+                f" has changed since then: {change}",
+                "finish the epoch with the earlier data and arguments. To start over, use a new"
+                " folder: ddp_train.session('runs/new')",
             )

@@ -36,7 +36,7 @@ def check_objects(
     """
     if not models.wrapped:
         raise UsageError(
-            "run.resume: there is no model yet", "call model = run.wrap(model) before it"
+            "run.resume: there is no model yet", "call model = run.wrap(model) before run.resume"
         )
     named: dict[str, Wrapped] = {}
     others: dict[str, Any] = {}
@@ -87,16 +87,16 @@ def _check_optimizer(name: str, optimizer: Optimizer, models: Models) -> None:
     if not shared_parameters(known, parameters_of(optimizer)):
         raise UsageError(
             f"run.resume: {name} was built with parameters that are not in the model of run.wrap",
-            "build it after model = run.wrap(model), with model.parameters()",
+            f"build {name} after model = run.wrap(model), with model.parameters()",
         )
     ours = {id(parameter) for parameter in known}
     for parameter in parameters_of(optimizer):
         if id(parameter) not in ours and parameter.requires_grad:
             raise UsageError(
-                f"run.resume: {name} has a parameter, {list(parameter.shape)}, that is in no model"
-                " of run.wrap: each process would train its own",
-                "run.wrap the module that it belongs to as well (a loss with weights, a head), or"
-                " make it a parameter of the model",
+                f"run.resume: {name} has a parameter of shape {list(parameter.shape)} that is in"
+                " no model of run.wrap, so each process would train a different copy of it",
+                "call run.wrap for the module of that parameter too (a head, a loss with"
+                " weights), or make it a parameter of the model",
             )
 
 

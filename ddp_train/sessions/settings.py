@@ -34,11 +34,14 @@ _REPLACEMENTS = (
         "call run.wrap(model, find_unused_parameters=True)",
     ),
     (
-        r"name another checkpoint\.resume=PATH(, or checkpoint\.resume=never)?",
-        "move checkpoints/ away to start over",
+        r"use another checkpoint, checkpoint\.resume=PATH(, or start over:"
+        r" checkpoint\.resume=never)?",
+        "to start over, move the folder checkpoints/ away",
     ),
-    (r"use the model= and data= that it was trained with", "use that model, or another run_dir"),
-    (r"continue in another run_dir with checkpoint\.resume=PATH", "use another run_dir"),
+    (
+        r"use the model= and data= that the checkpoint was trained with",
+        "build that model again. To start over, use a new folder: ddp_train.session('runs/new')",
+    ),
     (r" or tuning\.prefetch_factor", ""),
     (
         r"change it in a method set_epoch\(epoch\) of the class, which is called before the"
@@ -98,16 +101,16 @@ def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
     try:
         if is_of_run(run_dir) or is_of_sweep(run_dir):
             raise UsageError(
-                f"ddp_train.session: {run_dir} is the folder of a run of launch.py (ddp-train) or"
-                " of a sweep, and a session cannot resume it",
-                "use another folder; the weights of that run are in its"
-                " checkpoints/step_#/model.safetensors",
+                f"ddp_train.session: {run_dir} is the folder of a run or a sweep of ddp-train"
+                " (launch.py), which a session cannot resume",
+                "use a new folder: ddp_train.session('runs/new'). The weights of that run are in"
+                " its checkpoints/step_#/model.safetensors",
             )
         return run_lock.acquire(run_dir / run_lock.FILE, patience_seconds)
     except run_lock.LockHeldError as error:
         raise UsageError(
             f"ddp_train.session: another run is in {run_dir}, {error}",
-            "wait for it, stop it, or name another run_dir",
+            "wait until that run ends, stop it, or use a new folder: ddp_train.session('runs/new')",
         ) from None
     except OSError as error:
         reason = error.strerror or str(error)
@@ -195,7 +198,8 @@ class Settings:
                 )
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise UsageError(
-                f"ddp_train.session: {self.run_dir} is not a folder", "use the folder of one run"
+                f"ddp_train.session: {self.run_dir} is not a folder",
+                "use a new folder, or the folder of an earlier session",
             )
 
     def facts(self, processes: int) -> dict[str, Any]:

@@ -166,7 +166,8 @@ def _only_session(world: World | None) -> Iterator[None]:
     if _sessions.open_in == os.getpid():
         raise _usage_error(
             "another session is open in this process",
-            "end its `with` before the next one; train several models in one session",
+            "end its `with` before the next one begins. Several models can be trained in one"
+            " session",
         )
     if _sessions.has_left_others:
         raise _usage_error(
@@ -203,10 +204,10 @@ def _check_started_once() -> None:
     tasks = tasks_started()
     if tasks.count > 1:
         raise _usage_error(
-            f"{tasks.command} started {tasks.count} processes of this script, and each would start"
-            " a run of its own",
-            f"start it once, or by torchrun (if you did not use {tasks.command}, first run `unset"
-            f" {' '.join(tasks.variables)}`)",
+            f"{tasks.command} started {tasks.count} processes of this script, and each of them"
+            " would start a whole run",
+            f"start the script once, or with torchrun. If you did not use {tasks.command}, first"
+            f" run `unset {' '.join(tasks.variables)}`",
         )
 
 
@@ -214,7 +215,8 @@ def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]
     """The number of processes that this host starts, and cuda or cpu. Raises UsageError."""
     if device not in ("auto", "cuda", "cpu"):
         raise _usage_error(
-            f"device={device!r} is not known", "use auto, cuda or cpu; each rank gets its own GPU"
+            f"device={device!r} is not known",
+            "use device='auto', 'cuda' or 'cpu'; each process gets its own GPU",
         )
     variable = processes_asked()
     if processes is None and variable is not None:
@@ -232,7 +234,8 @@ def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]
         return gpus, "cuda"
     if processes > gpus:
         raise _usage_error(
-            f"processes={processes}, but {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
+            f"processes={processes}, but {gpus} GPUs are visible",
+            f"use processes={gpus}, or device='cpu'",
         )
     return processes, "cuda"
 
@@ -251,7 +254,9 @@ def _note_what_torchrun_decides(world: World, processes: int | None, max_restart
     if processes and processes != world.local_size:
         ignored.append((f"processes={processes}", f"torchrun started {world.local_size}"))
     if max_restarts:
-        ignored.append((f"max_restarts={max_restarts}", "use torchrun's own"))
+        ignored.append(
+            (f"max_restarts={max_restarts}", f"use torchrun --max-restarts={max_restarts}")
+        )
     for argument, reason in ignored:
         note = f"note: ddp_train.session: {argument} has no effect here: {reason}"
         print(note, file=sys.stderr)
@@ -294,10 +299,9 @@ def _this_command() -> tuple[list[str], list[str]]:
     """Python's options with the script or module that runs here, and the script's arguments."""
     if is_interactive():
         raise UsageError(
-            "ddp_train.session: it starts processes by running the script again, and a notebook or"
-            " a prompt has no script",
-            "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or"
-            " processes=1",
+            "ddp_train.session starts its processes by running the script again, but a notebook"
+            " or a prompt has no script",
+            "write the loop into a file, and start that: python train.py. Here, use processes=1",
         )
     argv = sys.orig_argv[1:]
     first_argument = len(argv) - len(sys.argv) + 1
@@ -308,7 +312,7 @@ def _this_command() -> tuple[list[str], list[str]]:
         raise UsageError(
             "ddp_train.session: the command that started this process cannot be run again"
             f" ({command})",
-            "start a script file: python train.py",
+            "start the script as a file: python train.py",
         )
     return program, arguments
 

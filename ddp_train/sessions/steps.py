@@ -124,10 +124,9 @@ class Steps:
         saving = self.saving
         if saving is None:
             raise UsageError(
-                "run.epochs: run.resume was not called: nothing would be saved, and nothing"
-                " resumed",
-                "call run.resume(model=model, optimizer=optimizer) before it, with everything that"
-                " has a state_dict",
+                "run.epochs was called before run.resume, so nothing would be saved or resumed",
+                "call run.resume(model=model, optimizer=optimizer) before the loop, with"
+                " everything that has a state_dict",
             )
         position = self.loop.position
         saved = None
@@ -242,10 +241,11 @@ class Steps:
             return
         position = self.loop.position
         print(
-            f"note: run.epochs(..., whole=True) was left inside of epoch {position.epoch} after"
-            f" {counted(position.batch, 'step')} of it, which are in no checkpoint: the same"
-            f" command resumes at the beginning of epoch {saved_epoch}; leave the loop over epochs"
-            " only after the last batch of an epoch, or use run.epochs without whole=True",
+            "note: the loop over run.epochs(..., whole=True) ended inside of epoch"
+            f" {position.epoch}, after {counted(position.batch, 'step')} of it. No checkpoint has"
+            f" those: the same command resumes at the beginning of epoch {saved_epoch}. Leave the"
+            " loop over epochs after the last batch of an epoch, or use run.epochs without"
+            " whole=True",
             file=sys.stderr,
         )
 

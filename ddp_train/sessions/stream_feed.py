@@ -38,8 +38,8 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.tensor_tree import tensors
 
 SAME_STREAM = (
-    "let it give the same samples on all processes: seed its shuffling, and do not use the rank."
-    " Or let each process read its own part, with split_by_node=True"
+    "let the stream give the same samples on all processes: seed its shuffling, and do not use"
+    " the rank. Or let each process read its own part, with run.loader(..., split_by_node=True)"
 )
 
 
@@ -57,9 +57,9 @@ def collated(samples: list[Any]) -> Any:
                 if one != other:
                     raise DataError(
                         f"run.loader: two samples of a batch have the shapes {one} and {other}",
-                        "if the stream makes batches, as .batched() does, let it give samples:"
-                        " global_batch_size makes the batches; samples of different shapes need a"
-                        " collate_fn, which pads them",
+                        "if the samples are meant to differ, pass a collate_fn that pads them."
+                        " If the stream makes batches, as .batched() does, let it give single"
+                        " samples: global_batch_size makes the batches",
                     ) from error
         raise
 
@@ -243,10 +243,11 @@ class StreamFeed:
             digest = self.digest = part.digest
         if not self.split_by_node and self.digest_before not in (0, digest) and digest:
             raise DataError(
-                f"run.loader: {self.name} does not give the same samples again as before the run"
-                " was saved",
-                "let it give the same samples again: seed its shuffling, or give it state_dict and"
-                " load_state_dict; or start over in another run_dir",
+                f"run.loader: since the run was resumed, {self.name} gives other samples than"
+                " before",
+                f"let {self.name} give the same samples again: seed its shuffling, or write"
+                " state_dict and load_state_dict for it. To start over, use a new folder:"
+                " ddp_train.session('runs/new')",
             )
         self.digest_before = 0
         if not self.split_by_node:
@@ -259,15 +260,16 @@ class StreamFeed:
             missing = "full batch" if self.drop_last else "sample"
             raise DataError(
                 f"run.loader: {self.name} has no {missing} for rank {without[0]}",
-                "give it as many files (shards) as there are processes, or let every process read"
-                " all: leave split_by_node out",
+                f"give {self.name} at least as many files (shards) as there are processes. Or"
+                " leave out split_by_node: then every process reads all samples",
             )
         if len(digests) > 1 and digest and len({first for first, _ in digests}) == 1:
             raise DataError(
                 f"run.loader: {self.name} gives all processes the same samples, but"
                 " split_by_node=True needs a part for each",
-                "split it, for example by split_dataset_by_node(data, run.rank, run.processes), or"
-                " leave split_by_node out: then every process reads all, and keeps its rows",
+                "split the stream, for example by split_dataset_by_node(data, run.rank,"
+                " run.processes). Or leave out split_by_node: then every process reads all"
+                " samples, and trains on its part",
             )
 
 
@@ -357,10 +359,10 @@ class StreamedParts:
             if number < feed.num_workers:
                 if part.digest and part.digest in digests:
                     raise DataError(
-                        f"run.loader: {feed.name} gives several loader processes the same samples,"
-                        " so each sample would come several times",
-                        "divide them in __iter__ by torch.utils.data.get_worker_info(), or use"
-                        " num_workers=1",
+                        f"run.loader: {feed.name} gives the same samples to several loader"
+                        " processes, so each sample would be used several times",
+                        "divide the samples in __iter__ by torch.utils.data.get_worker_info(),"
+                        " or use num_workers=1",
                     )
                 digests.append(part.digest)
             part.number = number
@@ -401,36 +403,37 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         )
     if split_by_node and arguments.batch_size and arguments.batch_size < steps.world.size:
         raise UsageError(
-            f"{method}: global_batch_size={arguments.batch_size} is less than one sample for each"
-            f" of {steps.world.size} processes",
+            f"{method}: global_batch_size={arguments.batch_size} gives some of the"
+            f" {steps.world.size} processes no sample",
             f"use global_batch_size={steps.world.size} or more",
         )
     if arguments.shuffle or arguments.sampler is not None or arguments.batch_sampler is not None:
         raise UsageError(
             f"{method}: {name} is a stream, but shuffle, sampler and batch_sampler need a data set"
             " that is read by index (__getitem__)",
-            "shuffle in the stream itself, for example within a buffer",
+            "leave these arguments out, and shuffle in the stream itself, for example within a"
+            " buffer",
         )
     arguments.check(method)
     feed = StreamFeed(steps, arguments, split_by_node)
     if has_state(feed.stream) and feed.problem_of_state and steps.world.is_leader:
         print(
-            f"note: {method}: a resumed run reads again, and skips, the samples of {name} that are"
-            f" done ({feed.problem_of_state})",
+            f"note: {method}: a resumed run will read {name} from its beginning, and skip the"
+            f" samples that are done ({feed.problem_of_state})",
             file=sys.stderr,
         )
     if steps.world.is_leader and passes_differ_by_themselves(feed.stream):
         print(
-            f"note: {method}: {name} gives other samples each time it is iterated, but a resumed"
-            " run, and with num_workers each epoch, starts like the first epoch; let its samples"
-            " depend on set_epoch(epoch)",
+            f"note: {method}: {name} gives other samples each time it is iterated. But a new"
+            " process starts again like in the first epoch: in a resumed run, and with"
+            " num_workers in each epoch. Let the samples depend on set_epoch(epoch)",
             file=sys.stderr,
         )
     if steps.world.size > 1 and steps.world.is_leader and not split_by_node:
         print(
-            f"note: {method}: each of {steps.world.size} processes reads all of {name} and keeps"
-            " its rows; with split_by_node=True each reads a part of its own, see"
-            " docs/guides/own_loop.md",
+            f"note: {method}: each of {steps.world.size} processes reads all samples of {name},"
+            " and trains on its part. With split_by_node=True each process reads its own part"
+            " only, see docs/guides/own_loop.md",
             file=sys.stderr,
         )
     return feed

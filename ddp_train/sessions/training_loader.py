@@ -18,8 +18,8 @@ from ddp_train.sessions.wrapped import is_in_update_bn
 
 log = logging.getLogger(__name__)
 LENGTH_LEFT = (
-    "len(loader) is %d in this epoch, the batches that are left of %d, since the run was resumed"
-    " inside of it; for a schedule take len(loader) before run.epochs"
+    "len(loader) is %d in this epoch instead of %d, since the run was resumed inside of the"
+    " epoch. For a schedule call len(loader) before run.epochs"
 )
 
 
@@ -80,7 +80,7 @@ class TrainingLoader:
         if is_in_update_bn():
             raise UsageError(
                 "update_bn got a run.loader, whose batches are steps of training",
-                "use run.update_bn(loader, average), which makes no steps",
+                "use run.update_bn(loader, swa_model), which makes no steps",
             )
         goes_on = self.iterators == 0
         if self.steps.loop.open_epoch and self.number in self.steps.loaders.saved:
@@ -120,9 +120,10 @@ class TrainingLoader:
                 raise
             if place is not self.place:
                 raise UsageError(
-                    "a loader of run.loader was started again while an earlier iterator of it is"
-                    " in use",
-                    "use one iterator of it at a time, or make two loaders",
+                    "a loader of run.loader was iterated again while its earlier iterator is"
+                    " still in use",
+                    "end the first loop over the loader before the second begins, or make two"
+                    " loaders",
                 )
             if step:
                 is_last = self.feed.is_last(batch.micro_batch.step) and not self.repeat
@@ -147,8 +148,8 @@ class TrainingLoader:
         if not place.is_over or (saved and place.was_done_before(steps.loop.position)):
             raise UsageError(
                 "run.update_bn was called inside of the loop over its loader",
-                "call it after that loop, or give it a loader of its own: run.loader(data,"
-                " global_batch_size=64)",
+                "call it after that loop, or pass another loader: run.update_bn(run.loader(data,"
+                " global_batch_size=64), swa_model)",
             )
         if saved:
             del steps.loaders.saved[self.number]

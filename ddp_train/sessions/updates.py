@@ -22,7 +22,7 @@ from ddp_train.sessions.watches.unsaved import refuse_unsaved_scaler
 from ddp_train.sessions.wrapped import Wrapped
 
 SAME_UPDATES = (
-    "each process has only its part of a loss, so decide by a sum over all: if"
+    "each process has only its part of a loss, so let all processes decide by the same sum: if"
     " math.isfinite(run.sum(loss.item())): optimizer.step()"
 )
 

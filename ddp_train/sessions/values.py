@@ -24,16 +24,17 @@ from ddp_train.sessions.settings import UsageError, calling_line
 from ddp_train.text import by_rank
 
 NUMBERS_OR_TENSORS = (
-    "pass a number, or a tensor of the same shape, on every process; start sums over batches with"
-    " 0, for a process may have no batch"
+    "pass a number, or a tensor of the same shape, on every process. Start a sum over batches"
+    " with 0, since a process may have no batch"
 )
 ROWS = (
-    "pass rows, [n, ...], of which only n may differ; a list of tensors, which may be empty, is"
-    " joined: run.gather(parts)"
+    "pass a tensor [n, ...] of which only n differs between processes. Or pass a list of such"
+    " tensors, which may be empty: run.gather(parts)"
 )
 SAME_CALLS = (
-    "every process must make the same calls in the same order: not inside of `if run.rank == 0`,"
-    " and only after a loop over a test loader, whose number of batches differs"
+    "every process must make the same calls in the same order. Do not call inside of `if"
+    " run.rank == 0`, nor inside of a loop over run.test_loader, whose number of batches differs"
+    " between processes"
 )
 
 

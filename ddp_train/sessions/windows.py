@@ -19,9 +19,9 @@ from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.settings import UsageError
 
 TWO_LOSSES = (
-    "run.mean: a second loss of this step accumulates gradients of the same optimizer, and"
-    " accumulate= takes one loss in a step",
-    "add the losses before: run.mean(losses + others, over=mask, accumulate=optimizer)",
+    "run.mean(..., accumulate=optimizer) was called twice in this step, but takes one loss in a"
+    " step",
+    "add the losses before the call: run.mean(losses + others, over=mask, accumulate=optimizer)",
 )
 
 

@@ -24,7 +24,7 @@ OWN_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_exchang
 
 UPDATE_BN = inspect.unwrap(update_bn).__code__
 WAY_OF_UPDATE_BN = (
-    "use run.update_bn(loader, average), with loader = run.loader(data, global_batch_size=64)"
+    "use run.update_bn(loader, swa_model), with loader = run.loader(data, global_batch_size=64)"
 )
 MOST_FRAMES = 40
 """Calls between torch's `update_bn` and a layer of its model, or a loader, and some more."""
@@ -184,14 +184,15 @@ def _before_batch_norm(layer: nn.Module, _: Any) -> None:
         return
     if CURRENT.is_shared_out:
         raise UsageError(
-            "batch norm in train mode got a batch of run.test_loader: processes have different"
-            " numbers of them, and would wait for each other",
-            f"call model.eval() to score it; in place of torch's update_bn {WAY_OF_UPDATE_BN}",
+            "batch norm in train mode got a batch of run.test_loader. It waits for a batch of"
+            " each process, but some processes have fewer batches than others",
+            "call model.eval() before the model is scored. If this is torch's update_bn,"
+            f" {WAY_OF_UPDATE_BN}",
         )
     if CURRENT.step is None and is_in_update_bn():
         raise UsageError(
-            "update_bn got a model whose batch norm is over all processes, but batches that they"
-            " do not share",
+            "update_bn got a model whose batch norm is computed over all processes, but a loader"
+            " that gives each process its own batches",
             WAY_OF_UPDATE_BN,
         )
     # Not in a compiled graph, which a write to shared memory would break.

@@ -113,5 +113,5 @@ def test_model_that_needs_a_row_gets_a_stand_in_and_the_plan_says_so(
     for found in of_ranks:
         torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-13)
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-13)
-        assert "your own counts of samples are not" in found["row"]
+        assert "samples that your code counts are too many" in found["row"]
         assert found["counts"] == [6, 6, 6, 3] * EPOCHS, "what the plan's line warns of"

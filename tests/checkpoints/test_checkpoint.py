@@ -116,7 +116,7 @@ def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / name, snapshot(1))
     with pytest.raises(DataError) as refused:
         find(str(tmp_path), tmp_path)
-    assert refused.value.remedy == f"name a run inside, as {tmp_path}/2026-01-02"
+    assert refused.value.remedy == f"give a run in that folder, for example {tmp_path}/2026-01-02"
 
 
 def test_weights_that_are_nan_are_passed_over(
@@ -333,7 +333,7 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(
 
     monkeypatch.setattr(writing, "write_checkpoint", spoiling)
     writer.submit(lambda: snapshot(2))
-    with pytest.raises(WriteError, match="corrupt as soon as it is written"):
+    with pytest.raises(WriteError, match="was corrupt when it was read back"):
         writer.finish()
     assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001"
 

@@ -312,7 +312,7 @@ def test_a_mirror_of_another_run_is_refused(mirror: Mirror, tmp_path: Path) -> N
     written(tmp_path / "run", mirror, 7, manifest=of(seed=1))
     with pytest.raises(
         DataError,
-        match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1; use that, or name",
+        match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1; use seed=1; for a new run use another folder",
     ):
         begun(mirror, tmp_path / "new", seed=2)
     assert not (tmp_path / "new/checkpoints").exists()
@@ -322,7 +322,7 @@ def test_a_mirror_of_another_run_is_refused(mirror: Mirror, tmp_path: Path) -> N
         ", optimizer.lr=0.3 (was 0.05)"
     )
     for resume in ("never", str(tmp_path / "run")):
-        with pytest.raises(DataError, match="holds checkpoints, the newest of step 7"):
+        with pytest.raises(DataError, match="already holds checkpoints, the newest of step 7"):
             begun(mirror, tmp_path / "new", seed=1, resume=resume)
     assert "step 7 was copied" in begun(mirror, tmp_path / "again", 1, seed=1, resume="never"), (
         "they are its own"

@@ -41,11 +41,12 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
         assert sorted(problems) == [
             (
                 f"optimizer=adamw: the run in checkpoint.resume={place} has optimizer=sgd; "
-                "use that, or checkpoint.resume=never"
+                "use optimizer=sgd; for a new run use checkpoint.resume=never"
             ),
             (
                 f"train.global_batch_size=48: the run in checkpoint.resume={place} has"
-                " train.global_batch_size=96; use that, or checkpoint.resume=never"
+                " train.global_batch_size=96; use train.global_batch_size=96; for a new run use"
+                " checkpoint.resume=never"
             ),
         ]
     (problem,) = problems_of(
@@ -73,13 +74,13 @@ def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=cnn")
     (problem,) = problems_of("run_dir=run", "model=mlp")
     assert (
-        problem == "model=mlp: the run in run_dir=run has model=cnn; use that, or another run_dir"
+        problem
+        == "model=mlp: the run in run_dir=run has model=cnn; use model=cnn; for a new run use run_dir=run_new"
     )
     (problem,) = problems_of("run_dir=run", "model.channels=8")
     assert (
-        problem
-        == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another"
-        " run_dir"
+        problem == "model.channels=8: the run in run_dir=run has model.channels=32; use"
+        " model.channels=32; for a new run use run_dir=run_new"
     )
 
 
@@ -140,4 +141,7 @@ def test_checkpoint_copied_from_another_run_is_noticed(tmp_path: Path) -> None:
     other = checkpoint_of(tmp_path / "other", "model=mlp", "seed=3")
     shutil.copytree(other, tmp_path / "run/checkpoints/step_00000020")
     (problem,) = problems_of("model=mlp", "run_dir=run")
-    assert problem == "seed=0: the run in run_dir=run has seed=3; use that, or another run_dir"
+    assert (
+        problem
+        == "seed=0: the run in run_dir=run has seed=3; use seed=3; for a new run use run_dir=run_new"
+    )

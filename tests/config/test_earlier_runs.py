@@ -145,15 +145,16 @@ def test_a_config_file_that_cannot_be_trained_is_refused(tmp_path: Path) -> None
     checkpoint_of(tmp_path / "run", "model=mlp")
     accepted("mode=evaluate", "checkpoint.resume=run", "run_dir=scores")
     assert problems_of("run_dir=scores") == [
-        "run_dir=scores: its config.yaml has mode=evaluate, which does not train; use another"
-        " run_dir to train"
+        "run_dir=scores: its config.yaml has mode=evaluate, which does not train; to train, use"
+        " run_dir=scores_new"
     ]
     Path("mine").mkdir()
     for text in ("port: 80\n", "a: [", "- 1\n"):
         Path("mine/config.yaml").write_text(text)
         assert problems_of("run_dir=mine", "train.epochs=1") == [
             "run_dir=mine: its config.yaml is not the config of a run, and the command does not say"
-            " what to train; use another run_dir, or add model=NAME or experiment=NAME"
+            " what to train; to resume a run, give that run's folder as run_dir; to train here, add"
+            " model=NAME or experiment=NAME"
         ]
 
 
@@ -243,7 +244,7 @@ def test_checkpoint_overrides_its_config_file(text: str | None, tmp_path: Path) 
     assert problems_of(
         *words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48"
     ) == [
-        f"{key}={now}: the run in run_dir=run has {key}={then}; use that, or another run_dir"
+        f"{key}={now}: the run in run_dir=run has {key}={then}; use {key}={then}; for a new run use run_dir=run_new"
         for key, now, then in (
             ("seed", 5, 0),
             ("optimizer", "adam", "sgd"),
@@ -420,7 +421,7 @@ def test_resume_keeps_the_strategy_and_places_anew(tmp_path: Path) -> None:
     (problem,) = problems_of(*words)
     assert (
         problem
-        == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
+        == "strategy=ddp: the run in run_dir=run has strategy=ordered; use strategy=ordered; for a new run use run_dir=run_new"
     )
     evaluation = prepare(
         PROGRAM, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None

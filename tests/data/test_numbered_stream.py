@@ -229,7 +229,7 @@ def test_a_long_way_to_the_first_sample_is_told(
     monkeypatch.setattr("ddp_train.data.reading_past.SLOW_SECONDS", -1.0)
     NumberedStream(Shuffled(), seed=3)[9]
     (record,) = caplog.records
-    assert "reading past 9 samples of the stream Shuffled: 1 so far" in record.message
+    assert "reads 9 samples of the stream Shuffled again and skips them: 1 so far" in record.message
     assert "with state_dict() and load_state_dict()" in record.message
 
 

@@ -163,7 +163,7 @@ def test_a_stream_with_a_state_resumes_by_it(tmp_path: Path, env: dict[str, str]
     # Step 7 is the second of epoch 1; rank 0 saved it behind sample 15 of its batch of 12 to 23.
     assert begun.count("1 16") == 3 and begun.count("2 0") == 3
     log = (tmp_path / "part" / "logs" / "rank_0.log").read_text()
-    assert "resumed by its own state" in log
+    assert "a resumed run uses the stream's state_dict" in log
     assert "in one loader process (with tuning.num_workers=2, each would" in log
 
 

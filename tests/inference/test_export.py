@@ -38,7 +38,7 @@ class Depends(nn.Linear):
             {},
             ConfigError,
             (
-                "the first part of a sample is not the model's input; only models whose"
+                "the samples of the data set do not begin with one input tensor; only models whose"
                 " input is one tensor"
             ),
         ),

@@ -83,7 +83,7 @@ def test_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path) 
         (["train.epoch=1"], r"train.epoch=1: no such key; did you mean train.epochs\?"),
         (
             ["-m", "optimizer.lr=0.1,0.2"],
-            r"ddp_train.run\('-m'\): does one run, and takes no flags",
+            r"ddp_train.run\('-m'\): takes key=value and no flags",
         ),
         (["mode=doctor"], "for mode=doctor use the command line"),
     ],

@@ -203,7 +203,7 @@ def refusals(world: World) -> list[str]:
 def test_each_process_would_have_other_statistics() -> None:
     for of_test_batches, of_all in on_ranks(3, refusals):
         assert "whose batches differ between processes" in of_test_batches
-        assert "batch norm is over all processes" in of_all
+        assert "batch norm is computed over all processes" in of_all
 
 
 def test_a_loader_of_its_own_serves_within_a_step() -> None:

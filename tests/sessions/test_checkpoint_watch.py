@@ -17,7 +17,7 @@ from tests.support.session_ranks import session_on
 
 CHANGED = (
     "optimizer.count, optimizer.seen['mean'] changed during training but is in no checkpoint, so a"
-    " resumed run starts it again; keep it in the state_dict of an object that run.resume gets"
+    " resumed run loses the change. Keep it in the state_dict of an object that run.resume gets"
 )
 
 

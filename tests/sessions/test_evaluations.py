@@ -107,7 +107,7 @@ def test_iterator_that_is_kept_changes_no_statistics() -> None:
 
 
 def test_loss_within_a_loop_over_a_test_loader_is_refused() -> None:
-    with pytest.raises(UsageError, match="taken in several steps of training"):
+    with pytest.raises(UsageError, match="used in several training steps"):
         statistics(World(0, 1, 0, 1), 1)
 
 

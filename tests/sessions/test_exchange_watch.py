@@ -65,7 +65,7 @@ def test_the_one_who_comes_second_is_told() -> None:
         with pytest.raises(UsageError) as raised:
             late.enter(SUM)
         assert f"rank {late.rank} is in run.sum, but rank {early.rank} is in" in str(raised.value)
-        assert "in backward() of step 3: in each of them" in str(raised.value)
+        assert "in backward() of step 3. Each of the two" in str(raised.value)
 
 
 def test_backward_of_another_step_is_another_exchange() -> None:
@@ -114,6 +114,6 @@ def test_a_process_in_another_exchange_is_named(kind: str, exchange: str, tmp_pa
     assert (done.returncode != 0) is bool(exchange), done.stderr
     if exchange:
         (line,) = fatal_lines(done.stderr)
-        assert "in each of them all processes must take part" in line
+        assert "Each of the two waits for all processes" in line
         assert exchange in line
-        assert ("in a loop over samples" in done.stderr) is ("batch norm" in line)
+        assert ("called in a loop over samples" in done.stderr) is ("batch norm" in line)

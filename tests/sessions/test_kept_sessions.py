@@ -191,10 +191,12 @@ def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
         assert job.end() == 0, job.said()
         said = job.said()
     assert (
-        said.count("note: ddp_train.session: to keep a step in memory outside the processes takes ")
+        said.count(
+            "note: ddp_train.session: copying a step into memory, for a restart after a failure, "
+        )
         == 1
     ), said
-    assert "(corpus has 16 MiB that are not tensors), so one step in " in said, said
+    assert "(corpus has 16 MiB that are not tensors). So only one step in " in said, said
 
 
 @pytest.mark.parametrize(

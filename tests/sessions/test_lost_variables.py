@@ -426,7 +426,7 @@ def test_a_break_out_of_whole_epochs_resumes_at_the_beginning_of_one(
     assert len(calm) == 12
     capfd.readouterr()
     first, _ = batches_of_three_epochs(tmp_path / "left", save_every, leave_at)
-    note = f"left inside of epoch {leave_at // 4} after"
+    note = f"ended inside of epoch {leave_at // 4}, after"
     assert first == calm[:leave_at] and (note in capfd.readouterr().err) is is_noted
     again, weights = batches_of_three_epochs(tmp_path / "left", save_every, None)
     assert again == calm[resumes_at:]

@@ -170,8 +170,8 @@ MISTAKES = [
         a_loss_beside_the_mean,
         "gradients of Sequential from a loss that was not computed by run.mean",
     ),
-    (a_model_without_wrap, "trains a model, but run.wrap did not get it: each process would"),
-    (a_parameter_without_wrap, "has a parameter, [3], that is in no model of run.wrap"),
+    (a_model_without_wrap, "trains a model that run.wrap did not get, so each process would"),
+    (a_parameter_without_wrap, "has a parameter of shape [3] that is in no model of run.wrap"),
     (a_model_that_is_not_saved, "a model of run.wrap (TwoLayers) is not among its arguments"),
     (
         lambda run: run.wrap(loops.net(), find_unused=True),
@@ -342,4 +342,4 @@ def passes_before_training(world: World) -> tuple[int, float]:
 @pytest.mark.slow
 def test_set_up_before_training_is_no_score(capfd: pytest.CaptureFixture[str]) -> None:
     assert on_ranks(3, passes_before_training) == [(3, 3.0)] * 3
-    assert "the sum counts them" not in capfd.readouterr().err
+    assert "the sum counts each of them" not in capfd.readouterr().err

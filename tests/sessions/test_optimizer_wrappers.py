@@ -137,7 +137,7 @@ CASES: list[tuple[Callable[[Optimizer], Any], str, list[str]]] = [
     (
         Lookahead,
         "base",
-        [LOST % ("around (Lookahead)", "base", "name both", "around", "around")],
+        [LOST % ("around (Lookahead)", "base", "Pass both objects", "around", "around")],
     ),
     (Lookahead, "both", [BY_ID % "around"]),
     (
@@ -148,7 +148,7 @@ CASES: list[tuple[Callable[[Optimizer], Any], str, list[str]]] = [
             % (
                 "around (Warmup)",
                 "base",
-                "give Warmup state_dict and load_state_dict, and name both",
+                "Write state_dict and load_state_dict for Warmup, and pass both objects",
                 "around",
                 "around",
             )

@@ -60,9 +60,9 @@ def test_moments_and_options_follow_their_names(by_name: bool) -> None:
     ("now", "problem"),
     [
         ([["b"], ["c", "a"]], ""),
-        ([["a", "b", "c"]], "its groups are divided in another way"),
-        ([["a", "d"], ["b"]], "it had c where d is now"),
-        ([["a", ""], ["b"]], "it had c where  is now"),
+        ([["a", "b", "c"]], "the parameters are divided into other groups"),
+        ([["a", "d"], ["b"]], "it had c where it has d now"),
+        ([["a", ""], ["b"]], "it had c where it has  now"),
     ],
 )
 def test_only_the_order_may_differ(now: list[list[str]], problem: str) -> None:
@@ -99,7 +99,9 @@ def test_rates_by_place_are_not_taken_for_other_groups(tmp_path: Path) -> None:
     with session_on(ALONE, str(tmp_path)) as run:
         train(run, 1, turned=False, scheduled=True)
     with (
-        pytest.raises(DataError, match="in another order, and scheduler has rates by place"),
+        pytest.raises(
+            DataError, match="in another order, and scheduler has a learning rate for each"
+        ),
         session_on(ALONE, str(tmp_path)) as run,
     ):
         train(run, 2, turned=True, scheduled=True)

@@ -360,7 +360,7 @@ def test_a_sampler_without_a_seed_is_refused(tmp_path: Path) -> None:
 
 def test_an_order_that_does_not_come_again_is_refused(tmp_path: Path) -> None:
     for until in (3, None):
-        refused = nullcontext() if until else pytest.raises(DataError, match="in another order")
+        refused = nullcontext() if until else pytest.raises(DataError, match="in a different order")
         with refused, session_on(World(), str(tmp_path)) as run:
             loader = run.loader(data(), sampler=OtherEachTime(), global_batch_size=4)
             run.resume(model=run.wrap(net()))
@@ -411,26 +411,26 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (
         loader_by(sampler=DistributedSampler(data(), 3, 0), global_batch_size=2),
-        "sampler is a DistributedSampler, which gives each process a part",
+        "sampler is a DistributedSampler, but run.loader divides the samples",
     ),
     (loader_by(batch_sampler=iter([[1]])), "batch_sampler is an iterator (list_iterator)"),
     (loader_by(sampler=RandomSampler, global_batch_size=2), "sampler is a type, which cannot be"),
     (
         loader_by(global_batch_size=50, drop_last=True),
-        "run.loader: drop_last leaves no batch of 50 of 23 samples",
+        "run.loader: drop_last=True leaves no batch: there are 23 samples, fewer than",
     ),
     (loop_over(loader_by(batch_sampler=[1, 2])), "list gave 1, which are not numbers of samples"),
     (loop_over(loader_by(batch_sampler=[[1], []])), "list gave a batch without samples"),
     (loop_over(loader_by(batch_sampler=[[1], [23]])), "list gave the number 23, but the data set"),
     (
         lambda run: run.loader(DataLoader(data(), batch_size=None)),
-        "its DataLoader has batch_size=None",
+        "got a DataLoader with batch_size=None",
     ),
     (
         lambda run: run.loader(
             DataLoader(data(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
         ),
-        "its DataLoader has multiprocessing_context='spawn', but loader processes are started by",
+        "multiprocessing_context='spawn', but all loader processes are started by",
     ),
     (
         loop_over(loader_by(global_batch_size=4), loader_by(global_batch_size=4)),
@@ -466,7 +466,7 @@ def test_what_has_no_effect_of_a_data_loader_is_noted(
     loader = DataLoader(data(), num_workers=1, timeout=5, multiprocessing_context="fork")
     assert data_arguments.taken_apart(loader, "run.loader").persistent_workers
     said = capsys.readouterr().err
-    assert said.startswith("note: run.loader: timeout=5 has no effect: timeout_seconds of the")
+    assert said.startswith("note: run.loader: timeout=5 has no effect: use timeout_seconds")
     each_pass = DataLoader(data(), num_workers=1, worker_init_fn=print)
     assert not data_arguments.taken_apart(each_pass, "run.loader").persistent_workers
     assert capsys.readouterr().err == ""
@@ -497,7 +497,7 @@ def test_a_checkpoint_without_states_of_loaders_is_named(
         return state
 
     monkeypatch.setattr(TrainingState, "load", of_an_earlier_version)
-    with pytest.raises(DataError, match="was saved by an earlier version, without the states"):
+    with pytest.raises(DataError, match="was saved by an earlier version of ddp_train, without"):
         begun()
 
 

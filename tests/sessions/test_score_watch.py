@@ -27,7 +27,7 @@ def test_sum_over_other_batches_is_warned_of_once(caplog: pytest.LogCaptureFixtu
     for _ in range(2):
         watch.see_score()
         watch.see_sum(processes=2)
-    assert caplog.text.count("the sum counts them 2 times") == 1
+    assert caplog.text.count("the sum counts each of them 2 times") == 1
 
 
 def test_one_process_may_sum_what_it_likes(caplog: pytest.LogCaptureFixture) -> None:

@@ -237,7 +237,7 @@ def test_failures_are_named(folder: Path) -> None:
     assert unequal.returncode == 69
     (line,) = fatal_lines(unequal.stderr)
     assert "run.loader: a digest of the samples is not the same for all processes (rank 0: " in line
-    assert "remedy: use a generator with a seed for random_split" in unequal.stderr
+    assert "remedy: create the data set inside of `with ddp_train.session" in unequal.stderr
     hung = command(folder, "hung", "hang", 1, 5)
     assert hung.returncode == 71
     (line,) = fatal_lines(hung.stderr)
@@ -264,13 +264,13 @@ def test_a_session_joins_torchrun(folder: Path, calm: subprocess.CompletedProces
     assert weights(folder / "joined") == weights(folder / "calm") and epochs(joined) == epochs(calm)
     assert (
         joined.stderr.count(
-            "note: ddp_train.session: max_restarts=1 has no effect here: use torchrun's own"
+            "note: ddp_train.session: max_restarts=1 has no effect here: use torchrun --max-restarts=1"
         )
         == 1
     )
     assert (
         joined.stderr.count(
-            "a failure costs the steps since the last checkpoint, since under torchrun"
+            "after a failure the run goes back to its last checkpoint. It cannot keep later"
         )
         == 1
     )
@@ -282,7 +282,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(tmp_path: Path, processes: int
     (tmp_path / "launched/commands.jsonl").touch()
     (tmp_path / "living").mkdir()
     said = {
-        "launched": "is the folder of a run of launch.py",
+        "launched": "is the folder of a run or a sweep of ddp-train",
         "living": f"another run is in {tmp_path}/living, process {os.getpid()} on ",
     }
     with run_lock.acquire(tmp_path / "living" / run_lock.FILE):
@@ -312,7 +312,7 @@ def test_a_session_that_mpirun_starts_twice_is_refused(tmp_path: Path) -> None:
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     done = command(tmp_path, "run", "none", env=variables)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert "mpirun started 2 processes of this script, and each would start a run" in done.stderr
+    assert "mpirun started 2 processes of this script, and each of them would" in done.stderr
 
 
 def test_after_a_mistake_in_a_notebook_the_next_cell_is_free(
@@ -450,7 +450,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         lambda run: run.test_loader(TensorDataset(torch.empty(0)), batch_size=4),
         "TensorDataset has no samples",
     ),
-    (lambda run: list(run.epochs(1)), "run.epochs: run.resume was not called"),
+    (lambda run: list(run.epochs(1)), "run.epochs was called before run.resume"),
     (lambda run: run.resume(model=net()), "run.resume: there is no model yet"),
     (
         lambda run: (run.wrap(net()), run.resume(optimizer=1)),
@@ -471,7 +471,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         "the loader of run.loader was used outside",
     ),
     (lambda run: run.mean(torch.ones(3)), "run.mean was called outside of a step"),
-    (_zipped, "the batches of run.test_loader were taken in several steps"),
+    (_zipped, "batches of run.test_loader were used in several training steps"),
     (_after_the_loop, "run.save was used outside of an epoch"),
     (
         _step(lambda run, outputs, targets: (outputs - targets).square().mean()),
@@ -556,7 +556,8 @@ def test_other_batches_or_objects_on_a_resume_are_refused(
     assert again(4, 1) == 75
     assert again(5, None) == 65
     assert (
-        "run.loader has changed since: global_batch_size was 4 and is 5" in capfd.readouterr().err
+        "run.loader has changed since then: global_batch_size was 4 and is 5"
+        in capfd.readouterr().err
     )
     assert again(4, None, ema=net()) == 65
     assert "run.resume got ema, optimizer; they differ in ema" in capfd.readouterr().err
@@ -661,15 +662,13 @@ def test_a_sum_over_batches_that_every_process_had_is_warned_of(
         with torch.no_grad():
             for (inputs,) in run.test_loader(data, batch_size=4):
                 model(inputs)
-            assert run.sum(3) == 3 and "counts them" not in capfd.readouterr().err
+            assert run.sum(3) == 3 and "the sum counts" not in capfd.readouterr().err
             for (inputs,) in DataLoader(data, 4):
                 model(inputs)
         for _ in range(2):
             run.sum(3)
         run._steps.world = World()
-    assert capfd.readouterr().err.count("the sum counts them 2 times; use run.test_loader") == 1, (
-        "once"
-    )
+    assert capfd.readouterr().err.count("the sum counts each of them 2 times; use") == 1, "once"
 
 
 GROWING = '''

@@ -188,7 +188,7 @@ def test_a_loss_for_each_sample_may_have_a_dimension_of_one() -> None:
                 losses = functional.mse_loss(outputs, labels[:, None].double(), reduction="none")
                 assert run.mean(losses).item() == pytest.approx(losses.mean().item())
                 assert run.mean(losses[:, None]).item() == pytest.approx(losses.mean().item())
-                with pytest.raises(UsageError, match="one loss for each pair of them"):
+                with pytest.raises(UsageError, match="one loss for each pair of samples"):
                     run.mean((outputs - labels.double()).square())
                 with pytest.raises(
                     UsageError, match=r"shape \[8, 3\], but the batch has 8 samples$"

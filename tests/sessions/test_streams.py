@@ -130,8 +130,11 @@ def test_what_is_read_past_is_progress_and_told(
             passed.append(run._steps.status.samples_passed)
     # Of 16 samples that are done the first four are compared with those of before.
     assert passed == [12]
-    told = [record.message for record in caplog.records if "reading past" in record.message]
-    assert len(told) == 1 and "reading past 16 samples of the stream Stream" in told[0]
+    told = [record.message for record in caplog.records if "and skips them" in record.message]
+    assert (
+        len(told) == 1
+        and "to resume, the run reads 16 samples of the stream Stream again" in told[0]
+    )
 
 
 class PlacedForGood(Stream):
@@ -399,11 +402,11 @@ MISTAKES: list[tuple[Callable[[Any], None], str]] = [
     ),
     (
         loop_over(dataset=ROWS, split_by_node=True, global_batch_size=2),
-        "run.loader: split_by_node=True is for streams, but Tensor is",
+        "run.loader: split_by_node=True is for an IterableDataset, but Tensor is",
     ),
     (
         loop_over(dataset=[torch.ones(2)] * 4, split_by_node=True, global_batch_size=2),
-        "run.loader: split_by_node=True is for streams, but list is",
+        "run.loader: split_by_node=True is for an IterableDataset, but list is",
     ),
 ]
 
@@ -431,7 +434,7 @@ def test_a_stream_of_batches_is_told_to_give_samples(tmp_path: Path) -> None:
             session_on(World(), str(tmp_path)) as run,
         ):
             loop_over(dataset=stream, global_batch_size=size)(run)
-        assert "give samples" in caught.value.remedy
+        assert "give single samples" in caught.value.remedy
 
 
 class Telling(Stream):
@@ -507,7 +510,7 @@ class Same(IterableDataset[Tensor]):
 
 def test_loader_processes_that_read_the_same_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(DataError, match="gives several loader processes the same samples"),
+        pytest.raises(DataError, match="gives the same samples to several loader processes"),
         session_on(World(), str(tmp_path)) as run,
     ):
         loader = run.loader(Same(), global_batch_size=2, num_workers=2)

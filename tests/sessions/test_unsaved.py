@@ -56,7 +56,7 @@ def test_a_scheduler_that_is_not_saved_is_refused_with_its_class(make: Any) -> N
     scheduler = make(optimizer)
     with pytest.raises(UsageError) as caught:
         refuse_unsaved_schedulers({"sgd": optimizer}, living_objects())
-    assert f"a {type(scheduler).__name__} of sgd is not among its arguments" in str(caught.value)
+    assert f"run.resume did not get a {type(scheduler).__name__} of sgd" in str(caught.value)
     assert "sgd=sgd, scheduler=scheduler" in caught.value.remedy
     refuse_unsaved_schedulers({"sgd": optimizer, "scheduler": scheduler}, living_objects())
     refuse_unsaved_schedulers({"sgd": optimizer, "own": Own(scheduler)}, living_objects())

@@ -23,9 +23,9 @@ from ddp_train.tensor_tree import tensors
 
 BESIDE = (
     "a part of the loss is computed from the model's outputs without run.mean. It covers this"
-    " process's samples alone, so it depends on the number of processes. If it has a number for"
-    " each sample, use run.mean(losses + part). If it is computed over the batch, compute it from"
-    " the rows of all processes: rows, _ = ddp_train.all_gather(outputs)"
+    " process's samples alone, so it depends on the number of processes. If that part has a"
+    " number for each sample, use run.mean(losses + part). If it is one number for the batch,"
+    " compute it from the rows of all processes: rows, _ = ddp_train.all_gather(outputs)"
 )
 
 

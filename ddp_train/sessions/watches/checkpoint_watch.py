@@ -23,12 +23,13 @@ from ddp_train.sessions.watches.states_of_ranks import (
 
 log = logging.getLogger(__name__)
 NOT_THE_SAME = (
-    "not the same on all processes: each fills it from its own samples, so the result depends on"
-    " the number of processes; fill it from all samples, by ddp_train.all_gather or run.sum"
+    "not the same on all processes, since each process fills it from its own samples. So the"
+    " result depends on the number of processes. Fill it from the samples of all processes, by"
+    " ddp_train.all_gather or run.sum"
 )
 BATCH_NORM_APART = (
-    "not the same on all processes: a batch norm in train mode, outside of run.wrap, uses each"
-    " process's own samples, so the result depends on the number of processes"
+    "not the same on all processes. A batch norm in train mode that run.wrap did not get uses"
+    " each process's own samples, so the result depends on the number of processes"
 )
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
@@ -79,9 +80,10 @@ class CheckpointWatch:
         if name:
             self.has_warned_of_nan = True
             log.warning(
-                "%s holds a NaN after step %d, and the loop trains on; stop it, since only the"
-                " newest %d checkpoints are kept. To skip such a step write, before backward(),"
-                " `if not math.isfinite(run.sum(loss.item())): continue`",
+                "%s holds a NaN after step %d, and the loop trains on. Stop the run: only the"
+                " newest %d checkpoints are kept, and soon all of them will hold the NaN. To"
+                " skip such a step, write before backward(): if not"
+                " math.isfinite(run.sum(loss.item())): continue",
                 name,
                 step,
                 self.keep,
@@ -115,11 +117,11 @@ class CheckpointWatch:
         of_ranks = texts_from_all_ranks(json.dumps(digests), self.device)
         if names:
             log.warning(
-                "%s changed during training but is in no checkpoint, so a resumed run starts it"
-                " again; keep it in %s%s",
+                "%s changed during training but is in no checkpoint, so a resumed run loses the"
+                " change. Keep it in %s%s",
                 ", ".join(digests),
                 _places_of(digests),
-                f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
+                f". It is also {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
             )
 
     def _not_told(self, paths: list[str]) -> list[str]:
@@ -154,7 +156,8 @@ class CheckpointWatch:
         if names:
             self.has_warned_of_ranks = True
             log.warning(
-                "%s: %s (a checkpoint has the mean of a model's buffers, and all else from rank 0)",
+                "%s: %s. A checkpoint has the mean over all processes for a model's buffers, and"
+                " the value of rank 0 for all else",
                 ", ".join(names[:MOST_NAMES]),
                 NOT_THE_SAME,
             )
@@ -167,14 +170,15 @@ class CheckpointWatch:
         if names:
             self.may_differ_in_batch_norm = True
             holder = names[0].partition(".")[0]
-            remedy = "call run.wrap when the model has all its layers"
+            remedy = "Call run.wrap after the last layer was added to the model"
             if isinstance(self.objects.get(holder), nn.Module):
                 remedy = (
-                    f"{holder} = run.wrap({holder}) before run.resume gives it the statistics of"
-                    f" all samples, {holder}.eval() does not change its statistics"
+                    f"To compute its statistics over all processes, call {holder} ="
+                    f" run.wrap({holder}) before run.resume. To leave them unchanged, call"
+                    f" {holder}.eval()"
                 )
             listed = ", ".join(names[:MOST_NAMES])
-            log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
+            log.warning("%s: %s. %s", listed, BATCH_NORM_APART, remedy)
 
 
 def _places_of(names: Iterable[str]) -> str:

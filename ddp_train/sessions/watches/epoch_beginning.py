@@ -20,14 +20,14 @@ from ddp_train.tensor_tree import tensors
 log = logging.getLogger(__name__)
 DONE_AGAIN = (
     "%s: changed in an epoch before its first batch. A run that is resumed inside of the epoch"
-    " makes the change a second time, and ends with other weights. Do it after the loop over"
-    " batches; or resume at the beginning of an epoch: run.epochs(..., whole=True)"
+    " makes the change a second time, and ends with other weights. Make the change after the"
+    " loop over batches, or save only at the end of epochs: run.epochs(..., whole=True)"
 )
 WAS_DONE_AGAIN = (
-    "%s: changed before the first batch of an epoch. The run was resumed inside of that epoch, so"
-    " the change was made twice, and the weights will differ. Do it after the loop over batches; or"
-    " resume at the beginning of an epoch: run.epochs(..., whole=True). Then start over in another"
-    " run_dir"
+    "%s: changed before the first batch of an epoch. The run was resumed inside of that epoch,"
+    " so the change was made twice, and the weights will differ. Make the change after the loop"
+    " over batches, or save only at the end of epochs: run.epochs(..., whole=True). Then start"
+    " over in a new folder: ddp_train.session('runs/new')"
 )
 COUNT_OF_CALLS = "['_step_count']"
 """The end of a path: schedules count their calls, also of `step(epoch)`, which may come again."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from ddp_train.distributed.training_step import CURRENT
 
 LOCAL_GRADIENTS = (
-    "run.mean: torch.autograd.grad took gradients of its loss, which are those of this process"
-    " alone: they depend on the number of processes. For the gradients of all use"
-    " run.sum(gradient) / run.processes; backward() exchanges gradients by itself"
+    "torch.autograd.grad took gradients of a loss of run.mean. They are the gradients of this"
+    " process alone, so they depend on the number of processes. For the gradients over all"
+    " processes use run.sum(gradient) / run.processes; loss.backward() does this by itself"
 )
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ LEVELS_OF_LOADERS = 6
 DRAWS = 1300
 """Numbers after which all of the state of a Mersenne Twister, 624 words, is another."""
 LOST = (
-    "%s: a generator that moves in training and is in no checkpoint: a resumed run draws other"
-    " numbers from it. Make one for each step by its number (np.random.default_rng(run.step),"
-    " torch.Generator().manual_seed(run.step)), or keep its state in an object with state_dict and"
-    " load_state_dict that run.resume gets"
+    "%s: training draws from this generator, but its state is in no checkpoint, so a resumed run"
+    " draws other numbers. Make a new generator in each step, seeded by the step's number"
+    " (np.random.default_rng(run.step), torch.Generator().manual_seed(run.step)), or keep its"
+    " state in an object with state_dict and load_state_dict that run.resume gets"
 )
 
 

@@ -29,11 +29,11 @@ from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
 LOST = (
-    "%s: in no checkpoint, but training needs it. A run that is resumed inside of an epoch starts"
-    " without it, and ends with other weights. Keep it in an object with state_dict and"
+    "%s: in no checkpoint, but training needs it. A run that is resumed inside of an epoch"
+    " starts without it, and ends with other weights. Keep it in an object with state_dict and"
     " load_state_dict, and pass that to run.resume (a count of steps is run.step). If each epoch"
-    " creates it again, you can resume at the beginning of an epoch instead:"
-    " run.epochs(..., whole=True)"
+    " creates it again, you can save only at the end of epochs instead: run.epochs(...,"
+    " whole=True)"
 )
 LOST_OVER_EPOCHS = (
     "%s: in no checkpoint, but later epochs need it. A resumed run starts without it, and ends"

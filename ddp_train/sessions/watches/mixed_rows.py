@@ -22,10 +22,11 @@ NOT_TRIED = ("BatchNorm", "c10d", "CppNode", "NotImplemented")
 """Parts of the names of operations that mix rows rightly, are collectives, or may have no second
 derivative."""
 MIXED = (
-    "run.mean: the loss of a sample depends on the model's outputs for others (in-batch negatives,"
-    " mining, statistics over the batch). Each process has only its own samples, so the loss"
-    " depends on the number of processes. To compare the samples of all processes, use rows, own ="
-    " ddp_train.all_gather(outputs). `ddp-train prove train.py` tells whether it matters"
+    "run.mean: the loss of a sample depends on the model's outputs for other samples (in-batch"
+    " negatives, mining, statistics over the batch). Each process has only its own samples, so"
+    " the loss depends on the number of processes. To compare the samples of all processes, use"
+    " rows, own = ddp_train.all_gather(outputs). To see whether the result changes, run"
+    " `ddp-train prove train.py`"
 )
 
 

@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 DEEPEST = 5
 """Levels at which a saved object may hold a wrapper."""
 LOST = (
-    "%s is around the optimizer that run.resume got as %s. Its own state, which changed in"
-    " training, is in no checkpoint: a resumed run begins it anew; %s: run.resume(..., %s=%s)"
+    "%s wraps the optimizer that run.resume got as %s. The wrapper's own state changed in"
+    " training, but is in no checkpoint, so a resumed run loses it. %s: run.resume(..., %s=%s)"
 )
 BY_ID = (
-    "%s: its state_dict names tensors by id(), which is another in each process: a resumed run does"
-    " not find their states, and begins them anew; number them, as torch's optimizers do: by the"
-    " place of each in param_groups"
+    "%s: its state_dict names tensors by id(), which differs between processes, so a resumed run"
+    " finds no state for any tensor. Name each tensor by its place in param_groups, as torch's"
+    " optimizers do"
 )
 WRAPPER = "the wrapper"
 """The first word of the paths in a wrapper's state."""
@@ -93,9 +93,9 @@ class OptimizerWrappers:
         name = name_of(wrapper) or snake_case(kind)
         parts = set(map(id, vars(wrapper).values()))
         inside = next(name for name, one in self.objects.items() if id(one) in parts)
-        remedy = "name both"
+        remedy = "Pass both objects"
         if not (hasattr(wrapper, "state_dict") and hasattr(wrapper, "load_state_dict")):
-            remedy = f"give {kind} state_dict and load_state_dict, and name both"
+            remedy = f"Write state_dict and load_state_dict for {kind}, and pass both objects"
         argument = name.rpartition(".")[2]
         if argument in self.objects:
             argument = snake_case(kind)

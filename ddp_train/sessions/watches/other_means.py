@@ -13,13 +13,13 @@ NODES_OF_NLL = ("NllLossBackward", "NllLoss2DBackward")
 """Names of the nodes that nll_loss, which ends cross_entropy, leaves in a graph."""
 WEIGHTED = (
     "run.mean: the losses have class weights, but run.mean divides by the number of samples."
-    " torch's reduction='mean' divides by the sum of the weights: for that use run.mean(losses,"
-    " over=weight[targets])"
+    " torch's reduction='mean' divides by the sum of the weights. To do the same, use"
+    " run.mean(losses, over=weight[targets])"
 )
 LEFT_OUT = (
     "run.mean: some targets are left out (ignore_index), but run.mean counts them. torch's"
-    " reduction='mean' does not: for that use run.mean(losses, over=targets != %d), with losses"
-    " that are not averaged before"
+    " reduction='mean' does not. To do the same, use run.mean(losses, over=targets != %d), with"
+    " losses of reduction='none'"
 )
 
 

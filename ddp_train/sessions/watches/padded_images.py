@@ -15,9 +15,9 @@ from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.sessions.models import Models
 
 PADDED = (
-    "the model pads images to the largest one of a batch, and each process has its own part of the"
-    " batch: on another number of processes the result is another one. Pad all to one size:"
-    " model.%s.size_divisible = %d"
+    "the model pads images to the largest one of its batch, which is each process's part of the"
+    " global batch. So the result depends on the number of processes. Pad all images to one"
+    " size: model.%s.size_divisible = %d"
 )
 TRANSFORM = "GeneralizedRCNNTransform"
 STRIDE = 32

@@ -42,9 +42,9 @@ MOST_COPIED = 2**24
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 NOT_LOOKED_INTO = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType)
 LOCAL_ROWS = (
-    "%s: each process has filled in the rows of its own samples alone, so code that reads other"
-    " rows, or adds them up, finds different numbers on each process. Fill in the rows of all:"
-    " rows, _ = ddp_train.all_gather(indices); table[rows] ="
+    "%s: each process has filled in the rows of its own samples alone. So code that reads other"
+    " rows, or adds rows up, finds different numbers on each process. Fill in the rows of all"
+    " processes: rows, _ = ddp_train.all_gather(indices); table[rows] ="
     " ddp_train.all_gather(losses.detach())[0]. If each epoch fills the table again, use table ="
     " run.sum(table) at its end instead"
 )

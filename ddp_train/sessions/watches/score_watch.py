@@ -17,17 +17,17 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.tensor_tree import tensors
 
 TAKEN_OVER_STEPS = (
-    "the batches of run.test_loader were taken in several steps of training, but each process has"
-    " other batches, and another number of them",
-    "take them all in one loop. For one batch to look at keep the batch, not the iterator:"
-    " batch = next(iter(test_loader)). To train on pairs use two loaders of run.loader, or a data"
-    " set of pairs",
+    "batches of run.test_loader were used in several training steps, but each process has"
+    " different batches, and a different number of them",
+    "read all batches in one loop, between two training steps. If you only look at one batch,"
+    " keep that batch, not the iterator: batch = next(iter(test_loader)). To train on pairs, use"
+    " two loaders of run.loader, or a data set of pairs",
 )
 CARRIED = (
     "run.test_loader: the model got what it returned for an earlier batch (a hidden state, for"
     " example). Each process has only some of the batches, so the score depends on the number of"
-    " processes. Score with a plain DataLoader, which gives each process all batches, and without"
-    " run.sum"
+    " processes. Score with torch's DataLoader, which gives each process all batches, and leave"
+    " out run.sum"
 )
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class ScoreWatch:
         if may_warn and not is_barrier and not _is_divided_again():
             self.has_warned = True
             log.warning(
-                "run.sum: the model got batches that are not from run.test_loader. If each process"
-                " had all of them, the sum counts them %d times; use run.test_loader(data,"
-                " batch_size=256)",
+                "run.sum: the model got batches that are not from run.test_loader. If every"
+                " process got all batches, the sum counts each of them %d times; use"
+                " run.test_loader(data, batch_size=256)",
                 processes,
             )
         self.scored_elsewhere = False

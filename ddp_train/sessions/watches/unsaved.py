@@ -30,9 +30,9 @@ def refuse_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -
     for scheduler in _unsaved_schedulers(saved, living):
         name = next(name for name, value in saved.items() if value is scheduler.optimizer)
         raise UsageError(
-            f"run.resume: a {type(scheduler).__name__} of {name} is not among its arguments: its"
-            " state would be lost, and a resumed run would have other learning rates",
-            f"run.resume(model=model, {name}={name}, scheduler=scheduler)",
+            f"run.resume did not get a {type(scheduler).__name__} of {name}. Its state would be"
+            " lost, and a resumed run would have other learning rates",
+            f"use run.resume(model=model, {name}={name}, scheduler=scheduler)",
         )
 
 
@@ -40,9 +40,9 @@ def warn_of_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) 
     """Name the schedulers that were made after run.resume, before the first checkpoint."""
     for scheduler in _unsaved_schedulers(saved, living):
         log.warning(
-            "a %s was created after run.resume: its state is in no checkpoint, and a resumed run"
-            " starts it again; create it before, and pass it: run.resume(model=model,"
-            " optimizer=optimizer, scheduler=scheduler)",
+            "a %s was created after run.resume, so its state is in no checkpoint, and a resumed"
+            " run starts it from its beginning. Create it earlier, and pass it:"
+            " run.resume(model=model, optimizer=optimizer, scheduler=scheduler)",
             type(scheduler).__name__,
         )
 
@@ -57,7 +57,7 @@ def refuse_unsaved_scaler(saved: Mapping[str, Any]) -> None:
         return
     raise UsageError(
         "a GradScaler makes a step, but run.resume did not get it: its scale would be lost",
-        "run.resume(model=model, optimizer=optimizer, scaler=scaler)",
+        "use run.resume(model=model, optimizer=optimizer, scaler=scaler)",
     )
 
 
