@@ -65,28 +65,31 @@ class Baseline:
         alone = self.row.get("samples_per_second")
         if not alone:
             reason = self.row.get("reason")
-            return f"Sharing was not measured: trial {trial} alone has failed, {reason}."
+            return (
+                f"The cost of sharing this host was not measured: the run of trial {trial} alone"
+                f" failed ({reason})."
+            )
         beside = shared["samples_per_second"]
         others = shared["at_once"] - 1
         speeds = (
-            f"trial {trial} has {beside:,.0f} samples/s beside {counted(others, 'other')},"
-            f" {alone:,.0f} alone"
+            f"trial {trial} had {beside:,.0f} samples/s beside {counted(others, 'other trial')},"
+            f" and {alone:,.0f} alone"
         )
         seconds = shared.get("seconds", SHORTEST_SECONDS)
         if seconds < SHORTEST_SECONDS:
             return (
-                f"Sharing was not measured: {speeds}; {seconds:.1f} s are too short to compare, use"
-                " longer trials."
+                f"The cost of sharing this host was not measured: {speeds}, but trials of"
+                f" {seconds:.1f} s are too short to compare. Use longer trials."
             )
         if beside > MOST * alone:
             return (
-                f"Sharing was not measured: {speeds}. Alone it was slower, so this host probably"
-                " had other work."
+                f"The cost of sharing this host was not measured: {speeds}. The trial was slower"
+                " alone, so this host probably had other work."
             )
         work = beside / alone * (others + 1)
         return (
-            f"Sharing: {speeds}, once each: {others + 1} at a time do {work:.2f} times the work of"
-            " one after the other."
+            f"Cost of sharing this host: {speeds}, in one run each. So {others + 1} trials at a"
+            f" time do {work:.2f} times the work of trials one after the other."
         )
 
 

@@ -11,6 +11,7 @@ from ddp_train.config.run_directory import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.linux import state_of
 from ddp_train.resilience import run_lock
+from ddp_train.text import shell_word
 
 REMAINS_SECONDS = 20.0
 """Time for the processes of a killed sweep to end: one with CUDA takes seconds."""
@@ -24,7 +25,8 @@ def sweep_lock(sweep_dir: Path) -> Iterator[None]:
     try:
         lock = run_lock.acquire(path, patience)
     except run_lock.LockHeldError as error:
-        remedy = "wait for it, stop it, or name another run_dir"
+        elsewhere = shell_word("run_dir", f"{sweep_dir}_new")
+        remedy = f"wait until that sweep ends, stop it, or use {elsewhere}"
         raise ConfigError(
             [f"run_dir={sweep_dir}: another sweep is in it, {error}; {remedy}"]
         ) from None

@@ -103,12 +103,12 @@ def dead_outcome(exit_code: int, value: Any = None) -> dict[str, Any]:
         return {**died, "reason": f"{type(value).__name__}: {first_line(value)}"}
     if exit_code >= 0:
         code = exit_code or LaunchError.exit_code
-        return {**died, "exit_code": code, "reason": "it ended without a result"}
+        return {**died, "exit_code": code, "reason": "the trial ended without a result"}
     name = signal.Signals(-exit_code).name
     if -exit_code in SIGNALS:
-        reason = f"stopped by {name} before it began"
+        reason = f"stopped by {name} before the trial began"
         return {"exit_code": UNSAVED, "kind": "stopped", "reason": reason}
-    return {**died, "reason": f"its launcher was killed by {name}"}
+    return {**died, "reason": f"the trial's launcher was killed by {name}"}
 
 
 def end_line(row: dict[str, Any], log: Path) -> str:

@@ -111,7 +111,7 @@ class SweepPage:
             if not self.was_warned:
                 self.was_warned = True
                 text = f"{type(error).__name__}: {first_line(error)}"
-                print(f"note: no report: {text}", file=sys.stderr)
+                print(f"note: the report of the sweep cannot be written: {text}", file=sys.stderr)
         ended = time.monotonic()
         self.interval_seconds = max(EVERY_SECONDS, (ended - began) / SHARE)
         self.due = ended + self.interval_seconds

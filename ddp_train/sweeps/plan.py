@@ -43,7 +43,7 @@ from ddp_train.sweeps.sweeper import (
 from ddp_train.text import shell_word
 from ddp_train.text import word as override_of
 
-NO_BASELINE = "sweep.baseline=true has no effect: the trials share no host, or run one at a time"
+NO_BASELINE = "sweep.baseline=true has no effect: no two trials run at the same time on this host"
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def _folder_of_run(config: Config) -> list[str]:
     is_of_study = any(folder.glob("trials/*/*.json"))
     if not (is_of_study or is_of_script(folder) or has_runs_files(folder)):
         return []
-    rule = "is the folder of a run, and a sweep would overwrite its page; use another one"
-    return [f"run_dir={folder}: {rule}, {shell_word('run_dir', f'{folder}_sweep')}"]
+    rule = "is the folder of a run, and a sweep would overwrite the run's report.html; use"
+    return [f"run_dir={folder}: {rule} {shell_word('run_dir', f'{folder}_sweep')}"]
 
 
 def _working_folder() -> list[str]:
@@ -196,8 +196,8 @@ def _working_folder() -> list[str]:
     if "${" not in str(folder):
         return []
     return [
-        f"-m: the working folder {folder} has ${{ in its name, which Hydra reads as a reference to"
-        " a key; rename it, or start the sweep in another folder"
+        f"-m: the working folder {folder} has ${{ in its name, which Hydra reads as a reference"
+        " to a key; start the sweep in another folder"
     ]
 
 

@@ -103,14 +103,14 @@ def pool_problems(config: Config, hardware: Hardware) -> list[str]:
         return []
     if gpus > hardware.gpus:
         return [
-            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} usable GPUs; use at most"
-            f" {hardware.gpus}"
+            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} usable GPUs; use"
+            f" sweep.gpus_per_trial={hardware.gpus} or less"
         ]
     if isinstance(processes, int) and processes > gpus and config.strategy.has_process_group:
-        remedy = f"use sweep.gpus_per_trial={processes}, or leave one of them out"
+        remedy = f"use sweep.gpus_per_trial={processes}"
         return [
-            f"sweep.gpus_per_trial={gpus}: launch.nproc_per_node={processes} needs as many GPUs;"
-            f" {remedy}"
+            f"sweep.gpus_per_trial={gpus}: launch.nproc_per_node={processes} needs {processes}"
+            f" GPUs for each trial; {remedy}"
         ]
     return []
 
@@ -185,13 +185,13 @@ def trial_problems(config: Config) -> list[str]:
     """Why a config cannot be that of a trial, wherever it runs."""
     if config.launch.nnodes != 1:
         return [
-            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or"
-            " start each run alone"
+            f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave out"
+            " launch.nnodes"
         ]
     if config.checkpoint.mirror:
         return [
-            f"checkpoint.mirror={config.checkpoint.mirror}: all trials would share it; leave it out"
-            " of a sweep"
+            f"checkpoint.mirror={config.checkpoint.mirror}: all trials would copy their"
+            " checkpoints to the same place; leave out checkpoint.mirror"
         ]
     if config.mode == "doctor":
         return ["mode=doctor: cannot be swept; leave out -m"]

@@ -35,7 +35,8 @@ class ResultsWriter:
             if not self.was_warned:
                 self.was_warned = True
                 print(
-                    f"note: {self.path} cannot be written: {error}; the next trial will try again",
+                    f"note: {self.path} cannot be written: {error}; writing is tried again after"
+                    " the next trial",
                     file=sys.stderr,
                 )
 

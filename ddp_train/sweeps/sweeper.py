@@ -55,8 +55,8 @@ def missing_for_slurm(launcher: str) -> list[str]:
     )
     if not is_installed:
         return [
-            f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher; pip install -e"
-            " '.[slurm]'"
+            f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher; run pip install"
+            " -e '.[slurm]'"
         ]
     if not shutil.which("srun"):
         return [
@@ -125,7 +125,7 @@ def pruner_problems(pruner: str, objective: str, sets: Collection[str]) -> list[
     if pruner and objective in MEASURED:
         return [
             f"{SWEEPER}/pruner={pruner}: objective={objective} is known only at the end of a"
-            " trial, so no trial can be pruned; leave one of them out"
+            f" trial, so no trial can be pruned; leave out {SWEEPER}/pruner={pruner}"
         ]
     by_test = kind_of(objective.partition(".")[0]) == TEST
     if pruner and by_test and of_kind(VALIDATION, sets):
@@ -147,7 +147,7 @@ def notes_on_ranges(arguments: list[str]) -> Iterator[str]:
         if isinstance(value, RangeSweep):
             numbers = [*value.range()]
             drawn = f"draws {numbers[0]} to {numbers[-1]}"
-            rule = "a range excludes its end, as in a grid; an interval includes it"
+            rule = "a range excludes its end, as in a grid; an interval includes its end"
             yield f"{argument.lstrip('+')} {drawn}: {rule}"
 
 
@@ -171,7 +171,7 @@ def direction_for(arguments: list[str], config: Config, better: str | None) -> D
         return Direction(better, [f"{DIRECTION}={DIRECTIONS[better]}"])
     if given.lower() != DIRECTIONS[better]:
         rule = f"objective={config.objective} is better {BETTER_WHEN[better]}"
-        remedy = f"leave it out, or use {DIRECTION}={DIRECTIONS[better]}"
+        remedy = f"use {DIRECTION}={DIRECTIONS[better]}"
         return Direction(better, problems=[f"{DIRECTION}={given}: {rule}; {remedy}"])
     return Direction(better)
 

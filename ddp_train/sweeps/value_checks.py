@@ -116,9 +116,12 @@ def _unswept(read: Overrides, ends: dict[str, list[str]]) -> Iterator[str]:
     """Keys that cannot be swept, or have no value."""
     for key, values in read.swept.items():
         if key in SHARED or key.startswith("sweep."):
-            yield f"{key}: all trials share it, so it cannot be swept; give it one value"
+            yield f"{key}: all trials share this key, so it cannot be swept; give it one value"
         if not values and key not in ends:
-            yield f"{key}: has no value to try: nothing matches"
+            yield (
+                f"{key}: no option matches the pattern, so there is no value to try; correct the"
+                " pattern"
+            )
 
 
 def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
@@ -130,8 +133,8 @@ def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
             other = others[key]
             if one != other:
                 yield (
-                    f"{key}={shown(other)}: all trials share it, but another trial has"
-                    f" {key}={shown(one)}; give one value"
+                    f"{key}={shown(other)}: all trials share this key, but another trial has"
+                    f" {key}={shown(one)}; give it one value"
                 )
                 return
 
@@ -228,8 +231,8 @@ def hydra_problems(
         intervals = [argument for argument in arguments if ends_of_intervals([argument])]
         if intervals:
             return [
-                f"{argument.lstrip('+')}: a grid needs values; list them, or add"
-                f" {SWEEPER}={OPTUNA} to sample the interval"
+                f"{argument.lstrip('+')}: a grid needs a list of values, not an interval; list"
+                f" the values, or add {SWEEPER}={OPTUNA} to sample the interval"
                 for argument in intervals
             ]
     if not last_value(arguments, LAUNCHER):
@@ -260,7 +263,7 @@ def _of_swept_presets(
             for part in READ_ONCE:
                 if with_preset.hydra[part] != composed.hydra[part]:
                     rule = f"sets hydra.{part}, which all trials share"
-                    yield f"{group}={option}: {rule}; give it on the command line"
+                    yield f"{group}={option}: {rule}; set that on the command line"
 
 
 def _draw_once(node: DictConfig, overrides: list[str]) -> None:

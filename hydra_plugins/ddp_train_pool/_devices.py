@@ -70,7 +70,8 @@ def asked_gpus(devices: list[str]) -> list[str]:
     for device in devices:
         if device.isdigit() and int(device) >= len(order):
             raise PoolError(
-                f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)}"
+                f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)},"
+                " numbered from 0"
             )
     return selected_gpus(",".join(devices), present, order)
 
@@ -89,7 +90,8 @@ def present_gpus() -> list[Gpu] | None:
         return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         raise PoolError(
-            f"the driver cannot list its GPUs: {error}; take a broken one out, or reset it"
+            f"the NVIDIA driver cannot list the GPUs of this host: {error}; reset the broken GPU"
+            " (nvidia-smi --gpu-reset), or take it out"
         ) from None
     finally:
         pynvml.nvmlShutdown()
@@ -156,8 +158,9 @@ def _gpus_by_number(visible_devices: str | None, present: list[Gpu]) -> list[str
     order = cuda_order()
     if not order:
         raise PoolError(
-            "this host has GPUs of several kinds, so that their numbers depend on CUDA, which did"
-            " not answer; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs: nvidia-smi -L"
+            "this host has GPUs of several kinds. CUDA decides how they are numbered, and it did"
+            " not answer; export CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by their UUIDs"
+            " (nvidia-smi -L)"
         )
     return order
 
@@ -231,7 +234,9 @@ class Locks:
         if others_may_write and not mode & stat.S_ISVTX:
             self.close()
             raise PoolError(
-                self._unusable("others may remove files in it; it needs the sticky bit (chmod +t)")
+                self._unusable(
+                    "other users may remove files in it, since its sticky bit is not set (chmod +t)"
+                )
             )
 
     def _make_folder(self) -> None:
@@ -256,7 +261,7 @@ class Locks:
 
     def _unusable(self, why: str) -> str:
         return (
-            f"hydra.launcher.lock_folder={self.folder}: {why}; name another:"
+            f"hydra.launcher.lock_folder={self.folder}: {why}; use another folder:"
             " hydra.launcher.lock_folder=FOLDER"
         )
 
@@ -296,9 +301,11 @@ class Locks:
                 raise PoolError(self._unusable(f"{name}: {error.strerror}")) from None
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
-                raise PoolError(self._unusable(f"{name} is no file"))
+                raise PoolError(self._unusable(f"{name} in it is not a regular file"))
             return descriptor
-        raise PoolError(self._unusable(f"{name} comes and goes"))
+        raise PoolError(
+            self._unusable(f"another process creates {name} in it and removes it again")
+        )
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -329,8 +336,8 @@ class Devices:
         """
         if len(names) < per_job:
             raise PoolError(
-                f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use at"
-                " most that many"
+                f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use"
+                f" hydra.launcher.gpus_per_trial={len(names)} or less"
             )
         self.names = names
         self.per_job = per_job

@@ -247,11 +247,11 @@ def obstacle_to_fork() -> str:
     torch: Any = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         return (
-            "CUDA is initialized in this process, which no fork survives; use the GPU inside of the"
-            " job alone"
+            "CUDA is initialized in this process, so jobs cannot be forked from it; use the GPU"
+            " only inside of the job"
         )
     if sys.platform != "linux":
-        return "hydra/launcher=pool needs Linux"
+        return "hydra/launcher=pool needs Linux; use hydra/launcher=basic"
     return ""
 
 

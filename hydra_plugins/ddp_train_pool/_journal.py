@@ -14,7 +14,7 @@ from optuna.storages.journal import BaseJournalBackend
 from hydra_plugins.ddp_train_pool._devices import PoolError
 
 log = logging.getLogger(__name__)
-NAME_ANOTHER = "name another directory, or another file: hydra.sweeper.storage=FILE"
+NAME_ANOTHER = "use a new file: hydra.sweeper.storage=FILE"
 LINE_START = b'{"op_code"'
 """The beginning of each line of Optuna's journal."""
 
@@ -40,13 +40,15 @@ class Journal(BaseJournalBackend):
         except (BlockingIOError, PermissionError):
             self.file.close()
             raise PoolError(
-                f"{path}: another sweep has this study; wait for it, or {NAME_ANOTHER}"
+                f"{path}: another sweep is using this study; wait until that sweep ends, or"
+                f" {NAME_ANOTHER}"
             ) from None
         self.file.seek(0)
         *lines, half = self.file.read().split(b"\n")
         is_journal = all(line.startswith(LINE_START) for line in lines)
         if not is_journal or not half.startswith(LINE_START[: len(half)]):
-            raise ValueError("it has other lines")  # a file of the user, which stays as it is
+            # a file of the user, which stays as it is
+            raise ValueError("it has lines that Optuna did not write")
         self.logs: list[dict[str, Any]] = [json.loads(line) for line in lines]
         if half:
             self.file.truncate(sum(len(line) + 1 for line in lines))
@@ -66,7 +68,11 @@ class Journal(BaseJournalBackend):
         except OSError as error:
             if not self.was_warned:
                 self.was_warned = True
-                log.warning("%s cannot be written: %s; it is tried again", self.path, error)
+                log.warning(
+                    "%s cannot be written: %s; writing is tried again with the next result",
+                    self.path,
+                    error,
+                )
 
     def _write(self, content: bytes) -> None:
         """Write all or nothing. Raises OSError."""

@@ -247,7 +247,7 @@ class JobRunner:
         if time.monotonic() > self.last_end + PATIENCE_SECONDS:
             self.waiting_was_noted = True
             wanted = f"{self.devices.per_job} of {', '.join(self.devices.names)}"
-            print(f"note: waits for {wanted}: other sweeps have them", file=sys.stderr)
+            print(f"note: waiting for devices that other sweeps use: {wanted}", file=sys.stderr)
 
     def _wait(self) -> None:
         """Wait for the end of a job, at most POLL_SECONDS; a signal ends the wait too."""

@@ -78,8 +78,9 @@ def open_study(path: Path, name: str, direction: str, pruner: Mapping[str, Any])
     earlier_direction = study.direction.name.lower()
     if earlier_direction != direction:
         raise PoolError(
-            f"hydra.sweeper.direction={direction}: {path} is of a study that has"
-            f" {earlier_direction}; {NAME_ANOTHER}"
+            f"hydra.sweeper.direction={direction}: the study in {path} has"
+            f" {earlier_direction}; use hydra.sweeper.direction={earlier_direction}, or"
+            f" {NAME_ANOTHER}"
         )
     return study
 
@@ -104,8 +105,8 @@ def _unusable(kind: str, options: Mapping[str, Any], error: Exception) -> str:
         f"hydra.sweeper.{kind}.{name}={value}" for name, value in options.items() if name != "name"
     ]
     return (
-        f"hydra/sweeper/{kind}={options.get('name')}: {str(error).rstrip('.')}; it was given"
-        f" {', '.join(arguments) or 'no arguments'}"
+        f"hydra/sweeper/{kind}={options.get('name')}: {str(error).rstrip('.')}; the arguments"
+        f" were {', '.join(arguments) or 'none'}"
     )
 
 
@@ -140,8 +141,8 @@ def drawn_distributions(overrides: Sequence[Override]) -> dict[str, BaseDistribu
             drawn[key] = distribution
     if not drawn:
         raise PoolError(
-            "hydra/sweeper=pool_optuna: nothing to draw; give a key an interval(...) or several"
-            " values"
+            "hydra/sweeper=pool_optuna: no key has several values to draw from; give one an"
+            " interval, KEY=interval(0.01,0.1), or a list, KEY=1,2,3"
         )
     return drawn
 
@@ -176,7 +177,10 @@ def _distribution_of_sweep(override: Override) -> BaseDistribution:
         if numbers and all(isinstance(number, int) for number in numbers):
             return IntDistribution(numbers[0], numbers[-1], step=int(abs(value.step)))
     if not override.is_discrete_sweep():
-        raise PoolError(f"{_typed(override)}: nothing that Optuna can draw from")
+        raise PoolError(
+            f"{_typed(override)}: Optuna cannot draw from this; use interval(...), range(...) or"
+            " choice(...)"
+        )
     return CategoricalDistribution(list(override.sweep_string_iterator()))
 
 
@@ -241,8 +245,8 @@ class StudyJobs:
                 now = f"{key}={asked[key]}" if key in asked else f"no {key}"
                 before = f"{key}={earlier[key]}" if key in earlier else f"no {key}"
                 raise PoolError(
-                    f"{now}: the study that would go on has {before}; give the same words, or"
-                    f" {NAME_ANOTHER}"
+                    f"{now}: the earlier study, which this sweep would continue, has {before};"
+                    f" give the same overrides, or {NAME_ANOTHER}"
                 )
         for trial in self.study.get_trials(deepcopy=False):
             self._check_distributions(trial)
@@ -253,7 +257,8 @@ class StudyJobs:
                 check_distribution_compatibility(trial.distributions[key], self.distributions[key])
             except ValueError as error:
                 raise PoolError(
-                    f"{key}: {error}; what is drawn from has changed: {NAME_ANOTHER}"
+                    f"{key}: the earlier study, which this sweep would continue, draws from other"
+                    f" values ({error}); {NAME_ANOTHER}"
                 ) from None
 
     def _read_trials(self) -> None:
@@ -267,7 +272,7 @@ class StudyJobs:
             else:  # the sweep was killed while it drew
                 self.study.tell(trial.number, state=TrialState.FAIL)
         if self.count >= self.n_trials and not self.open:
-            rule = "and no more are run; raise hydra.sweeper.n_trials"
+            rule = "so it runs no more; to run more, raise hydra.sweeper.n_trials"
             print(
                 f"note: the study has {self.count} of {self.n_trials} trials, {rule}",
                 file=sys.stderr,

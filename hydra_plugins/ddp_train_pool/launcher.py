@@ -124,7 +124,7 @@ class PoolLauncher(Launcher):
         for name, lowest in least.items():
             value = getattr(settings, name)
             if value is not None and value < lowest:
-                raise PoolError(f"hydra.launcher.{name}={value}: is too small")
+                raise PoolError(f"hydra.launcher.{name}={value}: must be at least {lowest}")
         if settings.gpus_per_trial == 0:
             names = []
         elif settings.devices is not None:

@@ -107,7 +107,7 @@ class PoolOptunaSweeper(Sweeper):
         try:
             from hydra_plugins.ddp_train_pool._study import try_out
         except ImportError as error:
-            raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
+            raise PoolError(f"hydra/sweeper=pool_optuna: {error}; run pip install optuna") from None
         settings = self.settings
         if settings.direction not in ("minimize", "maximize"):
             raise PoolError(
@@ -119,7 +119,8 @@ class PoolOptunaSweeper(Sweeper):
         storage = settings.storage
         if storage and ("://" in storage or Path(storage).expanduser().is_dir()):
             raise PoolError(
-                f"hydra.sweeper.storage={storage}: must be a file, Optuna's journal; name a path"
+                f"hydra.sweeper.storage={storage}: must be the path of a file, in which Optuna"
+                " keeps its journal"
             )
         settings.sampler = _option("sampler", settings.sampler)
         settings.pruner = _option("pruner", settings.pruner)
@@ -131,8 +132,8 @@ class PoolOptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         if not isinstance(self.launcher, PoolLauncher):
             raise PoolError(
-                "hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job"
-                " has ended"
+                "hydra/sweeper=pool_optuna: needs hydra/launcher=pool, which tells when each job"
+                " ends; add hydra/launcher=pool"
             )
         with self.launcher.reporting_problems():
             self._sweep(arguments, self.launcher)

@@ -70,10 +70,12 @@ def test_trials_too_short_to_compare_are_called_so(
         is_wanted=True, number=2, row=row | {"trial": 2, "alone": 0, "samples_per_second": 850.0}
     )
     assert (
-        "Sharing was not measured: trial 0 has 9,000 samples/s beside 1 other, 850 alone; 0.2 s are"
-        " too short" in (alone.text([row | {"seconds": 0.2}]))
+        "was not measured: trial 0 had 9,000 samples/s beside 1 other trial, and 850 alone, but"
+        " trials of 0.2 s are too short" in (alone.text([row | {"seconds": 0.2}]))
     )
-    assert "Alone it was slower, so this host probably" in alone.text([row | {"seconds": 20.0}])
+    assert "The trial was slower alone, so this host probably" in alone.text(
+        [row | {"seconds": 20.0}]
+    )
     assert "do 1.00 times the work" in alone.text(
         [row | {"seconds": 20.0, "samples_per_second": 425.0}]
     )

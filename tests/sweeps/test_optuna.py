@@ -52,8 +52,8 @@ def test_a_study_that_cannot_go_on_is_one_message(tmp_path: Path) -> None:
     assert run(*words, "data.limit=100", f"run_dir={tmp_path}").returncode == 0
     again = run(*words, "data.limit=120", f"run_dir={tmp_path}")
     problem = (
-        "  - data.limit=120: the study that would go on has data.limit=100; give the same words, or"
-        " name another"
+        "  - data.limit=120: the earlier study, which this sweep would continue, has"
+        " data.limit=100; give the same overrides, or use a new file"
     )
     assert again.returncode == 2 and f"1 problem in the configuration:\n{problem}" in again.stderr
     assert (
@@ -120,4 +120,7 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
         range(6)
     ), "of both starts"
     assert f"best trial {min(values, key=lambda trial: values[trial])}:" in again.stdout
-    assert "Sharing" in again.stdout and "Sharing" in (folder / "report.md").read_text()
+    assert (
+        "Cost of sharing" in again.stdout
+        and "Cost of sharing" in (folder / "report.md").read_text()
+    )

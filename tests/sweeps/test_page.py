@@ -57,7 +57,7 @@ def test_results_in_80_columns_say_ends_and_noise(
     assert "best trial 3: " in out and "validation.accuracy 61.00%" in out, (
         "in the form of the page"
     )
-    assert "Runs that differ in their seed alone differ by" in " ".join(out.split())
+    assert "The same settings with other seeds differ by" in " ".join(out.split())
     wide = trials_table(rows, "validation.accuracy").columns
     assert {"validation.accuracy %", "test.accuracy %", "test.loss"} <= {*wide}, "of which split"
 

@@ -78,11 +78,11 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(
         ("sweep.gpus_per_trial=8", "sweep.gpus_per_trial=8: this host has 4"),
         (
             "sweep.gpus_per_trial=1,2",
-            "sweep.gpus_per_trial: all trials share it, so it cannot be swept",
+            "sweep.gpus_per_trial: all trials share this key, so it cannot be swept",
         ),
         (
             "checkpoint.mirror=file:///tmp/x",
-            "checkpoint.mirror=file:///tmp/x: all trials would share it",
+            "checkpoint.mirror=file:///tmp/x: all trials would copy their checkpoints",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -92,6 +92,6 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(
         words("hydra.launcher.gpus_per_trial=8")
     assert planned("hydra.launcher.gpus_per_trial=1").pool == TrialPool(2, 1), "as sweep.* does"
     with pytest.raises(
-        ConfigError, match=r"sweep\.gpus_per_trial=1: launch\.nproc_per_node=2 needs as many GPUs"
+        ConfigError, match=r"sweep\.gpus_per_trial=1: launch\.nproc_per_node=2 needs 2 GPUs"
     ):
         words("sweep.gpus_per_trial=1", "launch.nproc_per_node=2")

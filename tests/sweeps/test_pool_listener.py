@@ -51,7 +51,7 @@ def test_row_of_a_trial_comes_with_its_result(listener: PoolListener) -> None:
 def test_trial_that_was_killed_has_a_row(listener: PoolListener) -> None:
     ended(listener, JobFailedError("killed"), -signal.SIGKILL)
     (row,) = read_rows(listener.sweep_dir)
-    assert (row["kind"], row["reason"]) == ("died", "its launcher was killed by SIGKILL")
+    assert (row["kind"], row["reason"]) == ("died", "the trial's launcher was killed by SIGKILL")
 
 
 def test_a_trial_that_fails_in_our_own_code_says_how(listener: PoolListener) -> None:

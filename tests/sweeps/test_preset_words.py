@@ -91,10 +91,12 @@ def test_preset_cannot_move_trials(program: Program) -> None:
 @pytest.mark.slow
 def test_swept_preset_cannot_say_what_all_trials_share(program: Program) -> None:
     assert refused(program, "experiment=first,second") == [
-        "run_dir=b: all trials share it, but another trial has run_dir=a; give one value"
+        "run_dir=b: all trials share this key, but another trial has run_dir=a; give it one value"
     ]
     (problem,) = refused(program, "experiment=plain,measured")
-    assert problem.startswith("sweep.baseline=true: all trials share it, but another trial has")
+    assert problem.startswith(
+        "sweep.baseline=true: all trials share this key, but another trial has"
+    )
     problems = refused(program, "experiment=grid,pool")
     assert [problem.partition(", which")[0] for problem in problems] == [
         "experiment=grid: sets hydra.sweeper",
@@ -109,11 +111,11 @@ def test_parameters_may_be_given_as_one_mapping() -> None:
 
 @pytest.mark.slow
 def test_trials_share_one_folder_of_their_sweep(program: Program, tmp_path: Path) -> None:
-    rule = "all trials share it, so it cannot be swept; give it one value"
+    rule = "all trials share this key, so it cannot be swept; give it one value"
     problems = refused(program, "run_dir=a,b", "objective=test.loss,test.accuracy")
     assert problems == [f"run_dir: {rule}", f"objective: {rule}"]
     (problem,) = refused(program, "run_dir='x/${seed}'", "seed=1,2")
-    assert problem.startswith("run_dir=x/2: all trials share it")
+    assert problem.startswith("run_dir=x/2: all trials share this key")
     of_run = tmp_path / "run"
     (of_run / "checkpoints").mkdir(parents=True)
     (problem,) = refused(program, f"run_dir={of_run}", "seed=1,2")

@@ -41,7 +41,7 @@ def test_full_disk_ends_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert read_rows(tmp_path) == rows, "nothing is lost"
     notes = capsys.readouterr().err
     assert notes.count("note: ") == 1
-    assert "File too large; the next trial will try again" in notes
+    assert "File too large; writing is tried again after the next trial" in notes
 
 
 def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def test_interrupted_study_draws_the_same_trials(
     assert found == expected
     assert (
         capsys.readouterr().err.count(
-            "note: the study has 6 of 6 trials, and no more are run; raise hydra.sw"
+            "note: the study has 6 of 6 trials, so it runs no more; to run more, raise"
         )
         == 1
     )
     more = drawing(tmp_path, Launcher(), n_trials=7)
     assert more.ask() is not None and more.ask() is None, "of the whole study"
-    with pytest.raises(PoolError, match="has minimize; name another"):
+    with pytest.raises(PoolError, match="has minimize; use"):
         open_study(tmp_path / "optuna.log", "sweep", "maximize", NO_PRUNER)
 
 
@@ -140,14 +140,22 @@ def test_a_study_of_other_words_is_refused(tmp_path: Path) -> None:
         "the last word about a key counts"
     )
     assert (
-        "m=8: the study that would go on has m=7; give the same words, or name another"
+        "m=8: the earlier study, which this sweep would continue, has m=7; give the same overrides"
         in refused(*words, "m=8")
     )
-    assert "no m: the study that would go on has m=7" in refused(*words[:2])
-    assert "n=1: the study that would go on has no n" in refused(*words, "n=1")
-    assert "k=a: the study that would go on has k=(drawn)" in refused(*words, "k=a")
-    assert "k: CategoricalDistribution" in (said := refused(*words, "k=a,c"))
-    assert "what is drawn from has changed: name another directory" in said
+    assert "no m: the earlier study, which this sweep would continue, has m=7" in refused(
+        *words[:2]
+    )
+    assert "n=1: the earlier study, which this sweep would continue, has no n" in refused(
+        *words, "n=1"
+    )
+    assert "k=a: the earlier study, which this sweep would continue, has k=(drawn)" in refused(
+        *words, "k=a"
+    )
+    assert "continue, draws from other values (CategoricalDistribution" in (
+        said := refused(*words, "k=a,c")
+    )
+    assert "use a new file: hydra.sweeper.storage=" in said
     assert drawing(tmp_path, Launcher(), words=("+x=interval(0,2)", *words[1:])).ask(), (
         "a wider interval is no other"
     )
@@ -164,7 +172,7 @@ def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
         except PoolError as error:
             os._exit(
                 0
-                if "another sweep has this study; wait for it, or name another" in str(error)
+                if "another sweep is using this study; wait until that sweep ends" in str(error)
                 else 2
             )
         os._exit(1)
@@ -175,7 +183,9 @@ def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
     (tmp_path / "notes").write_text(text)
     for path in (tmp_path, tmp_path / "notes"):
-        with pytest.raises(PoolError, match=r"cannot be the journal of a study: .*; name another"):
+        with pytest.raises(
+            PoolError, match=r"cannot be the journal of a study: .*; use a new file"
+        ):
             open_study(path, "sweep", "minimize", NO_PRUNER)
     assert (tmp_path / "notes").read_text() == text
 

@@ -244,5 +244,6 @@ def test_a_report_that_fails_does_not_hide_the_results(
     told = capsys.readouterr()
     assert (
         f"results {tmp_path}/results.jsonl" in told.out
-        and "note: no report: OSError: no room for plots" in told.err
+        and "note: the report of the sweep cannot be written: OSError: no room for plots"
+        in told.err
     )

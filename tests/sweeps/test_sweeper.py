@@ -57,7 +57,7 @@ def test_user_gives_the_direction_that_only_a_task_knows() -> None:
 
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hydra_plugins.ddp_train_pool._study", None)
-    with pytest.raises(ConfigError, match=r"hydra/sweeper=pool_optuna: .*; pip install optuna"):
+    with pytest.raises(ConfigError, match=r"hydra/sweeper=pool_optuna: .*; run pip install optuna"):
         optuna_plan()
 
 
