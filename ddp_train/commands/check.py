@@ -34,15 +34,15 @@ def check(program: Program, argv: list[str]) -> int:
     if command in MODES:
         raise ConfigError(
             [
-                f"{CHECK} mode={command}: checks a run or a sweep (-m); leave {CHECK} out:"
-                f" mode={command} checks all its runs before it starts one"
+                f"{CHECK} mode={command}: only a run or a sweep (-m) can be checked; leave out"
+                f" `{CHECK}`, since mode={command} checks all its runs before it starts the first"
             ]
         )
     flags = [word for word in argv if word.startswith("-")]
     others = [flag for flag in flags if flag not in SWEEP]
     if others:
         raise ConfigError(
-            [f"{CHECK} {others[0]}: checks a run or a sweep (-m); leave the flag out"]
+            [f"{CHECK} {others[0]}: takes no flag but -m (a sweep); leave out {others[0]}"]
         )
     if flags:
         return check_sweep(program, argv)

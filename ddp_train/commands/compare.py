@@ -72,7 +72,7 @@ def parse_arguments(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
         else:
             paths.append(Path(argument))
     if not paths:
-        raise ConfigError([f"{COMPARE}: no run named; {_example()}"])
+        raise ConfigError([f"{COMPARE}: needs two runs or more; {_example()}"])
     return paths, flags
 
 
@@ -89,14 +89,16 @@ def read_runs(paths: list[Path]) -> list[RunFiles]:
         raise ConfigError(list(dict.fromkeys(problems)))
     run_dirs = list(dict.fromkeys(run_dirs))
     if len(run_dirs) < 2:
-        raise ConfigError([f"{COMPARE}: {len(run_dirs)} run named; {_example()}"])
+        raise ConfigError(
+            [f"{COMPARE}: needs two runs or more, and got {len(run_dirs)}; {_example()}"]
+        )
     try:
         return [read_run(Path(run_dir)) for run_dir in run_dirs]
     except OSError as error:
         raise ConfigError(
             [
-                f"{COMPARE}: {error.filename} cannot be read ({error.strerror}); correct that, or"
-                " name other runs"
+                f"{COMPARE}: {error.filename} cannot be read ({error.strerror}); make the file"
+                " readable, or leave that run out"
             ]
         ) from None
 
@@ -114,13 +116,13 @@ def find_runs(command: str, path: Path) -> list[str]:
         siblings = []
         if path.parent.is_dir():
             siblings = [str(run_dir) for run_dir in runs_in(path.parent, 1)]
-        remedy = did_you_mean(str(path), siblings) or "; name the directory of a run"
+        remedy = did_you_mean(str(path), siblings) or "; give the folder of a run"
         raise ConfigError([f"{command} {path}: {error.strerror}{remedy}"]) from None
     if not run_dirs:
         raise ConfigError(
             [
-                f"{command} {path}: no run is there: neither it nor a folder in it has a {CONFIG};"
-                " name the directory of a run"
+                f"{command} {path}: no run was found, since neither this folder nor a folder in"
+                f" it has a {CONFIG}; give the folder of a run"
             ]
         )
     return run_dirs
@@ -128,4 +130,4 @@ def find_runs(command: str, path: Path) -> list[str]:
 
 def _example() -> str:
     command = f"{command_name()} {COMPARE} RUN RUN [{METRIC} SET.NAME] [{OUTPUT} PAGE.html]"
-    return f"use {command}; a folder stands for all runs in it"
+    return f"use {command}, where RUN is the folder of a run, or a folder with several runs"

@@ -108,7 +108,7 @@ def show(program: Program, argv: list[str], flags: list[str]) -> int:
     from ddp_train.sweeps.sweep import call_hydra
 
     if set(flags) <= set(HOW_TO_SHOW):
-        raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
+        raise ConfigError([f"{flags[0]}: has an effect only with --cfg job; add --cfg job"])
     completes = not set(COMPLETION).isdisjoint(flags)
     if completes and not any(word.startswith(COMPLETIONS) for word in argv):
         raise ConfigError([f"{COMPLETION[0]}: needs a shell; add install=bash (or zsh, fish)"])
@@ -116,8 +116,8 @@ def show(program: Program, argv: list[str], flags: list[str]) -> int:
     if reused:
         raise ConfigError(
             [
-                f"{reused[0]}: {flags[0]} shows the config of presets, not of an earlier run; read"
-                " its config.yaml"
+                f"{reused[0]}: {flags[0]} cannot show the config of an earlier run; read the"
+                " config.yaml of that run"
             ]
         )
     arguments = argv

@@ -16,48 +16,61 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
 from ddp_train.text import shown
 
-ABOUT = "Trains a model on every GPU of this host, one process each; without GPUs, in two."
+ABOUT = (
+    "Trains a model on all GPUs of this host, one process for each; without a GPU, with two"
+    " processes."
+)
 USES = {
     "{} [key=value ...]": "train",
     "torchrun --nproc_per_node=N {torchrun} [key=value ...]": "the same run under torchrun",
     "{} mode=evaluate checkpoint.resume=PATH": "score the test set with a checkpoint",
     "{} mode=predict checkpoint.resume=PATH": "write the predictions of a trained model",
     "{} mode=export checkpoint.resume=PATH": "write a trained model as .pt2 or ONNX",
-    "{} mode=doctor [key=value ...]": "is this host fit to train? or these hosts?",
-    "{} mode=prove [key=value ...]": "the same result however it is divided?",
-    "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: one table of all trials",
+    "{} mode=doctor [key=value ...]": "can this host (or these hosts) train?",
+    "{} mode=prove [key=value ...]": "same result on any number of processes?",
+    "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: train with each value, compare",
     "{} mode=study study=NAME [...]": "compare several variants in one report",
     "{} --cfg job [key=value ...]": "show the config, run nothing",
-    "{} check [key=value ...]": "check a command, start nothing",
-    "{} watch RUNS": "all runs of a folder, as they go",
-    "{} prove train.py [...]": "the same for a script with a session?",
-    "{} compare RUN RUN [...]": "what differs; is it more than noise?",
-    "{} resize RUN N": "change the number of processes",
+    "{} check [key=value ...]": "check a command, run nothing",
+    "{} watch RUNS": "show the progress of runs",
+    "{} prove train.py [...]": "mode=prove for a script with a session",
+    "{} compare RUN RUN [...]": "do runs differ by more than noise?",
+    "{} resize RUN N": "change the processes of a run",
     "{} init FOLDER": "start a project of your own",
 }
 OF_COMMANDS = {
-    "init": ("FOLDER", "Starts a project of your own, a package of the folder's name."),
+    "init": (
+        "FOLDER",
+        "Creates a project of your own in a new folder: a package of the same name with a model,\n"
+        "a data set, a task, a preset and a test.",
+    ),
     "resize": (
         "RUN N",
-        "Changes the number of processes of a run that trains, to one of the range that it was"
-        " started with\n(launch.nproc_per_node=1:4).",
+        "Changes the number of processes of a run while it trains. RUN is the folder of the run.\n"
+        "N must be in the range that the run was started with: launch.nproc_per_node=1:4.",
     ),
     "compare": (
         "RUN RUN ... [--metric SET.NAME] [--output PAGE.html]",
-        "Says what differs between runs, and whether it is more than noise.\n"
-        "A folder stands for all runs in it.\n\n"
-        "--metric SET.NAME    the number to judge by, as test.accuracy\n"
-        "--output PAGE.html   write a page with the curves",
+        "Shows how runs differ, and whether their scores differ by more than noise.\n"
+        "RUN is the folder of a run, or a folder with several runs.\n\n"
+        "--metric SET.NAME    the metric to compare by, for example test.accuracy\n"
+        "--output PAGE.html   also write a page with the curves",
     ),
-    "watch": ("FOLDER", "Shows all runs of a folder, or one run, as they go; Ctrl-C ends it."),
+    "watch": (
+        "FOLDER",
+        "Shows the progress of a run, or of all runs in a folder.\n"
+        "Ctrl-C ends the display, not the runs.",
+    ),
     "check": (
         "[-m] [key=value ...]",
-        "Checks the command of a run, or of a sweep (-m). It starts and writes nothing.",
+        "Checks the command of a run, or of a sweep (-m), and prints all problems.\n"
+        "Starts nothing and writes nothing.",
     ),
     "prove": (
         "train.py [ARGUMENT ...]",
-        "Compares the first updates of a script with a ddp_train.session on 1 and 3 processes."
-        "\nIn place of train.py, -m MODULE names a module.",
+        "Runs a script that uses ddp_train.session on 1 and on 3 processes, and says whether the\n"
+        "first updates of the weights are the same. ARGUMENT is an argument of the script.\n"
+        "For a module, use -m MODULE in place of train.py.",
     ),
 }
 """Arguments and meaning of each command that is a word of its own."""

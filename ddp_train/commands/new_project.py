@@ -19,14 +19,16 @@ NAME = "my_project"
 def create(arguments: list[str]) -> int:
     """Write the project into a folder. Returns the exit code. Raises ConfigError."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError([f"{INIT}: needs one folder; use {command_name()} {INIT} {NAME}"])
+        raise ConfigError(
+            [f"{INIT}: needs the name of a new folder; use {command_name()} {INIT} {NAME}"]
+        )
     folder = Path(arguments[0])
     name = package_name(folder)
     try:
         is_in_use = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
         if is_in_use:
             raise ConfigError(
-                [f"{INIT} {folder}: exists and is not an empty folder; use a new one"]
+                [f"{INIT} {folder}: exists, and is not an empty folder; use a new folder"]
             )
         files = copy_template(folder, name)
     except OSError as error:
@@ -47,8 +49,8 @@ def package_name(folder: Path) -> str:
     if importlib.util.find_spec(name):
         raise ConfigError(
             [
-                f"{INIT} {folder}: a package {name} is installed, which would hide yours; use"
-                " another name"
+                f"{INIT} {folder}: a package {name} is installed already, and Python might import"
+                " that one instead of yours; use another name"
             ]
         )
     return name

@@ -32,7 +32,7 @@ def resize(argv: list[str]) -> int:
     example = f"{command_name()} {RESIZE} RUN 3"
     if len(argv) != 2 or argv[0].startswith("-"):
         raise ConfigError(
-            [f"{RESIZE}: needs the directory of a run and a number of processes; use {example}"]
+            [f"{RESIZE}: needs the folder of a run and a number of processes; use {example}"]
         )
     run_dir = Path(argv[0])
     command = f"{RESIZE} {run_dir} {argv[1]}"
@@ -50,7 +50,10 @@ def resize(argv: list[str]) -> int:
     try:
         done, text = _ask(run_dir, config, owner, count)
     except KeyboardInterrupt:
-        print(f"{command}: stopped waiting; the change continues", file=sys.stderr)
+        print(
+            f"{command}: stopped waiting; the run still changes its number of processes",
+            file=sys.stderr,
+        )
         raise
     print(f"{command}: {text}", file=sys.stdout if done else sys.stderr)
     return 0 if done else PeerError.exit_code
@@ -67,10 +70,12 @@ def _ask(run_dir: Path, config: Config, owner: dict[str, str], count: int) -> tu
             connection.sendall(json.dumps({"processes": count}).encode() + b"\n")
             answer = receive(connection, None)
     except ConnectionRefusedError:
-        return False, "the launcher takes no requests at this moment; try again in a second"
+        return False, (
+            "the run is busy and takes no requests at this moment; try again in a second"
+        )
     except (OSError, ValueError):
         resuming = _resuming_command(run_dir, config)
-        return False, f"the launcher ended before the change; `{resuming}` resumes the run"
+        return False, f"the run ended before the change; `{resuming}` resumes the run"
     return bool(answer.get("done")), str(answer.get("text"))
 
 
@@ -84,8 +89,8 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
     try:
         if not (run_dir / FILE).is_file():
             neighbours = [path.parent.name for path in run_dir.parent.glob(f"*/{FILE}")]
-            hint = did_you_mean(run_dir.name, neighbours) or "; name its run_dir"
-            raise ConfigError([f"{command}: {run_dir} is not the directory of a run{hint}"])
+            hint = did_you_mean(run_dir.name, neighbours) or "; give the run_dir of a run"
+            raise ConfigError([f"{command}: {run_dir} is not the folder of a run{hint}"])
         config = load_frozen((run_dir / FILE).read_text())
         owner = run_lock.owner(lock)
         is_held = run_lock.is_held(lock)
@@ -110,8 +115,9 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
         with_range = f"{_resuming_command(run_dir, config)} launch.nproc_per_node=1:{max(fixed, 2)}"
         raise ConfigError(
             [
-                f"{command}: the run was started with launch.nproc_per_node={fixed}, a fixed"
-                f" number; stop it, and resume it with a range: `{with_range}`"
+                f"{command}: the run was started with a fixed number of processes,"
+                f" launch.nproc_per_node={fixed}; stop the run, then resume it with a range:"
+                f" `{with_range}`"
             ]
         )
     return config, owner

@@ -53,7 +53,10 @@ def watch(arguments: list[str]) -> int:
     """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError(
-            [f"{WATCH}: needs the folder of runs, or one run; use {command_name()} {WATCH} runs"]
+            [
+                f"{WATCH}: needs the folder of a run, or a folder with several runs; use"
+                f" {command_name()} {WATCH} runs"
+            ]
         )
     folder = Path(arguments[0])
     console = Console(highlight=False)

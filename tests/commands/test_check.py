@@ -11,5 +11,5 @@ from tests.support.commands import PROGRAM
 
 @pytest.mark.parametrize("mode", ["study", "prove"])
 def test_modes_with_runs_of_their_own_check_them_themselves(mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"leave check out: mode={mode} checks all its runs"):
+    with pytest.raises(ConfigError, match=f"leave out `check`, since mode={mode} checks all"):
         check(PROGRAM, [f"mode={mode}", "study=strategies"])

@@ -26,8 +26,10 @@ def test_compare_names_all_that_is_no_run_in_one_error(
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError) as error:
         compare([str(tmp_path / "run"), str(tmp_path / "empty"), str(tmp_path / "runs")])
-    assert len(error.value.problems) == 2 and "no run is there" in str(error.value)
-    with pytest.raises(ConfigError, match=r"compare --metric f2: not all runs have it; they have"):
+    assert len(error.value.problems) == 2 and "no run was found" in str(error.value)
+    with pytest.raises(
+        ConfigError, match=r"compare --metric f2: not all runs have this number; all"
+    ):
         compare([str(tmp_path / "runs"), "--metric=f2"])
     for words in ([], ["--what"], [str(tmp_path / "runs/0_0")], ["--metric"]):
         with pytest.raises(ConfigError, match="compare RUN RUN"):

@@ -69,11 +69,11 @@ def test_a_new_project_is_five_short_files(
     assert "spot_finder.data.Spots" in contents
     before = {path: path.stat().st_mtime_ns for path in files}
     for words, message in (
-        (["spot-finder"], "init spot-finder: exists and is not an empty folder"),
-        ([], "init: needs one folder; use"),
-        (["a", "b"], "init: needs one folder; use"),
-        (["--here"], "init: needs one folder; use"),
-        (["json"], "a package json is installed, which would hide yours"),
+        (["spot-finder"], "init spot-finder: exists, and is not an empty folder"),
+        ([], "init: needs the name of a new folder; use"),
+        (["a", "b"], "init: needs the name of a new folder; use"),
+        (["--here"], "init: needs the name of a new folder; use"),
+        (["json"], "a package json is installed already"),
         (["2nd"], "2nd cannot be the name of a package"),
         (["spot-finder/conf/experiment/spots.yaml/x"], "cannot be"),
     ):

@@ -278,14 +278,12 @@ def refused(*words: str) -> str:
 
 
 def test_what_cannot_be_asked(run_dir: Path) -> None:
-    assert "needs the directory of a run and a number" in refused()
-    assert "needs the directory of a run and a number" in refused(str(run_dir))
+    assert "needs the folder of a run and a number" in refused()
+    assert "needs the folder of a run and a number" in refused(str(run_dir))
     assert "0 is not a number of processes" in refused(str(run_dir), "0")
     assert "three is not a number" in refused(str(run_dir), "three")
-    assert "is not the directory of a run; did you mean run?" in refused(
-        f"{run_dir.parent}/runn", "3"
-    )
-    assert "is not the directory of a run; name its run_dir" in refused(
+    assert "is not the folder of a run; did you mean run?" in refused(f"{run_dir.parent}/runn", "3")
+    assert "is not the folder of a run; give the run_dir of a run" in refused(
         f"{run_dir.parent}/nowhere/else", "3"
     )
     with mock.patch.object(client, "command_name", return_value="ddp-train"):
@@ -310,7 +308,7 @@ def test_what_a_run_refuses(
             str(run_dir), "3"
         )
     freeze(resolve(asked_config(3, run_dir=str(run_dir)), CORES, None))
-    assert "a fixed number; stop it, and resume it with a range: `" in refused(str(run_dir), "2")
+    assert "stop the run, then resume it with a range: `" in refused(str(run_dir), "2")
 
 
 def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run_lock.Lock) -> None:
