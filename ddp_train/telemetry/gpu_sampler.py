@@ -107,7 +107,7 @@ class GpuSampler:
     def _report(self, error: Exception) -> None:
         if not self.has_reported:
             self.has_reported = True
-            log.info("not all figures of GPUs are known: NVML says %s", error)
+            log.info("some measurements of the GPUs are missing, since NVML answered: %s", error)
 
 
 def _uuid(number: int) -> str:

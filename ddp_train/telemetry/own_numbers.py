@@ -34,11 +34,14 @@ def check_name(call: str, name: object, taken: Iterable[str] = ()) -> None:
     found = f"{call}({name!r})"
     if not isinstance(name, str) or not _PATTERN.fullmatch(name):
         raise LogError(
-            f"{found}: this is not a name",
-            "use letters, digits, `_`, `-` and `.`, a slash for groups: vae/kl",
+            f"{found}: this name is not allowed",
+            "use letters, digits, `_`, `-` and `.`, and a slash between a group and a name: vae/kl",
         )
     if len(name) > LONGEST_NAME:
-        raise LogError(f"{found}: the name has {len(name)} letters", f"use at most {LONGEST_NAME}")
+        raise LogError(
+            f"{found}: the name has {len(name)} characters",
+            f"use at most {LONGEST_NAME} characters",
+        )
     if name in (*OF_THE_LINE, *taken) or name.endswith(SUFFIX):
         raise LogError(
             f"{found}: metrics.jsonl has a {name} of its own", f"use another name: my/{name}"

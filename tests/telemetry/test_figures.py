@@ -173,7 +173,7 @@ def test_samples_become_one_number_and_a_gap_is_told_once(
     assert (numbers["process_gpu_memory_gib"], numbers["torch_memory_gib"]) == (3, 2)
     assert math.isnan(numbers["power_watts"])
     assert [r.message for r in caplog.records] == [
-        "not all figures of GPUs are known: NVML says Not Supported"
+        "some measurements of the GPUs are missing, since NVML answered: Not Supported"
     ]
     measured = HardwareMonitor(gpus)
     nvml.joules = 6 * 3600.0

@@ -21,7 +21,7 @@ def test_finding_trusts_the_code_of_the_run_again() -> None:
     config = {"trusted_modules": ["my_net"]}
     stopped = RunFiles(Path("r"), config, summary={"status": "preempted"})
     assert findings(stopped) == [
-        "Stopped and saved; run_dir=r 'trusted_modules=[my_net]' resumes it."
+        "Stopped and saved; run_dir=r 'trusted_modules=[my_net]' resumes the run."
     ]
 
 
@@ -33,9 +33,9 @@ def test_findings_say_only_what_the_figures_support() -> None:
     busy = timed(even | {"data": 40.0}, figures={"gpu_utilisation": 95.0})
     assert not any("nput-bound" in text for text in busy), "the host waits while the GPU computes"
     late = timed(even, even | {"forward": 40.0, "backward": 20.0}, even)
-    assert any(text.startswith("Straggler: rank 1") for text in late)
+    assert any("Straggler: the other ranks wait" in text and "for rank 1" in text for text in late)
     assert not any("Straggler" in text for text in timed(even, even))
-    assert any("Slow checkpoints: 20%" in text for text in timed(even | {"checkpoint": 15.5}))
+    assert any("Checkpoints took 20%" in text for text in timed(even | {"checkpoint": 15.5}))
     assert any(
         "29%" in text and "train.evaluate_every_epochs" in text
         for text in timed(even | {"evaluation data": 25.0})

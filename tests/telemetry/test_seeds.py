@@ -37,7 +37,8 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     )
     assert "1.00%" in report.findings[0] and "12 runs" in report.findings[0]
     assert (
-        "cannot be told from noise against optimizer.lr=0.2 model.hidden=16." in report.findings[1]
+        "its difference from optimizer.lr=0.2 model.hidden=16 is within the noise."
+        in report.findings[1]
     )
     assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
     assert len(as_page(report).encode()) < BOUND
@@ -79,7 +80,7 @@ def test_diverging_setting_is_no_noise_of_the_others() -> None:
     rows = seeded(sgd=[0.51, 0.57], adam=[0.5, 0.6], lars=[2.4, 4.6])
     spread, close, apart = SeedGroups(rows, "test.loss", "min").findings()
     assert "differ by 0.0424 to 1.5556 (" in spread and "3 settings, 6 runs" in spread
-    assert close.endswith("cannot be told from noise against optimizer.name=adam.")
+    assert close.endswith("its difference from optimizer.name=adam is within the noise.")
     assert apart.startswith(
         "Each run of optimizer.name=sgd is better than each of optimizer.name=lars."
     )
@@ -93,4 +94,4 @@ def test_each_repeated_setting_is_in_a_sentence() -> None:
     rows = seeded(sgd=[0.50, 0.51, 0.52], adam=[0.51, 0.52, 0.53], lars=[0.9, 0.91, 0.92])
     _, close, worse = SeedGroups(rows, "test.loss", "min").findings()
     assert worse.startswith("optimizer.name=sgd is better than optimizer.name=lars by more than")
-    assert close.endswith("cannot be told from noise against optimizer.name=adam.")
+    assert close.endswith("its difference from optimizer.name=adam is within the noise.")

@@ -437,7 +437,7 @@ def test_a_tracker_that_stands_still_does_not_fill_the_memory(
         background.call_later(lambda: None)
     assert background.calls.qsize() <= 10_000
     assert [record.message for record in caplog.records if "behind" in record.message] == [
-        "tracker noted is 10,000 lines behind: later ones are left out; training continues"
+        "tracker noted is 10,000 lines behind, so later lines are left out; training continues"
     ]
     release.set()
 

@@ -61,7 +61,7 @@ def compare_page(runs: Sequence[RunFiles], command: str, metric: str = "") -> Re
     data_keys = [row[0] for row in unequal.rows if row[0].startswith("data.")]
     if data_keys:
         keys = ", ".join(data_keys)
-        findings.append(f"The data differ ({keys}): the scores may be of other samples.")
+        findings.append(f"The data differ ({keys}), so the scores may not be of the same samples.")
     unfinished = [name for name, run in named.items() if run.state != COMPLETED]
     if unfinished:
         findings.append(f"Not completed: {', '.join(unfinished)}.")
@@ -239,7 +239,9 @@ def _asked_metric(runs: Collection[RunFiles], asked: str) -> tuple[str, str]:
     shared = [words for words in first if all(words in numbers for numbers in others)]
     if asked not in shared:
         guess = did_you_mean(asked, shared)
-        raise LookupError(f"{asked}: not all runs have it; they have {', '.join(shared)}{guess}")
+        raise LookupError(
+            f"{asked}: not all runs have this number; all of them have {', '.join(shared)}{guess}"
+        )
     return first[asked]
 
 
@@ -258,7 +260,7 @@ def verdicts(runs: Runs, asked: str = "") -> list[str]:
         metric = _shared_metric(runs.values())
         split = _shared_split(runs.values(), metric)
     if split is None:
-        return [f"The runs have no {metric} of the same set, and cannot be compared."]
+        return [f"The runs cannot be compared: no data set has the metric {metric} in all of them."]
     (_, ground), *others = groups_of(runs).items()
     if others:
         return [
@@ -269,8 +271,8 @@ def verdicts(runs: Runs, asked: str = "") -> list[str]:
     values = _last_scores(ground, split, metric)
     spread = shown_metric(metric, statistics.stdev(values))
     return [
-        f"The runs differ in their seed at most; {split} {metric} has a standard deviation of"
-        f" {spread} among them."
+        f"The runs have the same settings, except for the seed. The standard deviation of {split}"
+        f" {metric} over the runs is {spread}."
     ]
 
 
@@ -330,9 +332,9 @@ def _error_of_size(run: RunFiles, other: RunFiles, split: str, difference: float
     error = math.hypot(*filter(None, errors))
     often = "less" if abs(difference) < SIGMAS * error else "more"
     return (
-        f" The standard error from the number of scored samples alone is {100 * error:.2f} points"
-        f" (for the difference of two independent scores); this difference is {often} than twice"
-        " that."
+        " From the number of scored samples alone, the difference of two independent scores has"
+        f" a standard error of {100 * error:.2f} points; this difference is {often} than twice"
+        " that error."
     )
 
 

@@ -42,9 +42,12 @@ def _end(run: RunFiles) -> Iterator[str]:
     if run.state == FAILED and run.failure:
         yield from _failure(run.failure)
     elif run.state == STOPPED:
-        yield f"Stopped and saved; {resume} resumes it."
+        yield f"Stopped and saved; {resume} resumes the run."
     elif run.state not in (FAILED, RUNNING) and not run.summary:
-        yield f"Its processes were killed, or their host was lost; {resume} resumes it."
+        yield (
+            f"The processes of the run were killed, or their host was lost; {resume} resumes the"
+            " run."
+        )
 
 
 def _failure(failure: Mapping[str, object]) -> Iterator[str]:
@@ -86,7 +89,7 @@ def _phases(run: RunFiles) -> Iterator[str]:
     saving = _seconds(ranks, "checkpoint") / total
     if saving > MUCH:
         helps = "save less often (checkpoint.every_steps), or to a faster disk (run_dir)"
-        yield f"Slow checkpoints: {saving:.0%} of the time; {helps}."
+        yield f"Checkpoints took {saving:.0%} of the time: {helps}."
     evaluation = _seconds(ranks, "evaluation") / total
     if evaluation > MUCH:
         helps = (
@@ -101,8 +104,8 @@ def _phases(run: RunFiles) -> Iterator[str]:
     if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
         backward = _seconds(ranks, "backward") / step
         yield (
-            f"Backward pass with the exchange of gradients: {backward:.0%} of a step. {SPLIT_STEPS}"
-            " measures the two apart, and so whether the run is exchange-bound."
+            f"The backward pass and the exchange of gradients together took {backward:.0%} of a"
+            f" step. To measure the two separately, add {SPLIT_STEPS}."
         )
 
 
@@ -122,12 +125,12 @@ def _input(run: RunFiles, share: float) -> Iterator[str]:
     utilisation = _utilisation(run)
     if share > MUCH and (utilisation is None or utilisation < IDLE_GPU):
         helps = (
-            "raise tuning.num_workers, or hold the data on the device (data.placement=device) where"
-            " it fits"
+            "raise tuning.num_workers, or keep the data on the device (data.placement=device) if"
+            " they fit"
         )
-        yield f"Input-bound: {share:.0%} of the time of a step was waiting for a batch; {helps}."
+        yield f"Input-bound: {share:.0%} of a step was spent waiting for a batch; {helps}."
     if share <= LITTLE:
-        yield f"Not input-bound: {share:.1%} of the time of a step was waiting for a batch."
+        yield f"Not input-bound: {share:.1%} of a step was spent waiting for a batch."
 
 
 def _straggler(ranks: Sequence[Phases]) -> Iterator[str]:
@@ -142,13 +145,10 @@ def _straggler(ranks: Sequence[Phases]) -> Iterator[str]:
     if late <= MUCH:
         return
     if ranks[slowest].get("data", 0.0) > alone[slowest] / 2:
-        why = "its data are slow"
+        why = "its batches come late"
     else:
-        why = "its model or its device is slower: look for other work there"
-    yield (
-        f"Straggler: rank {slowest} is {late:.0%} of a step behind the others, which wait for it;"
-        f" {why}."
-    )
+        why = "its forward pass is slower: look for other work on that device"
+    yield (f"Straggler: the other ranks wait {late:.0%} of a step for rank {slowest}; {why}.")
 
 
 def _utilisation(run: RunFiles) -> float | None:
@@ -175,4 +175,4 @@ def _start(run: RunFiles) -> Iterator[str]:
         return
     rest = wall - training
     if rest >= LEAST_SECONDS and rest > MUCH * wall:
-        yield f"Start and end took {rest:.0f} s, {rest / wall:.0%} of the whole."
+        yield f"Start and end took {rest:.0f} s, {rest / wall:.0%} of the run's time."

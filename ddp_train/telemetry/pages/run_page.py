@@ -217,8 +217,8 @@ def _evaluations(run: RunFiles, split: str) -> Table:
         best = run.best
     if best:
         note = (
-            f"The line that is best by {run.selected_by} (checkpoint.best_metric) is marked;"
-            " another metric may have another best line."
+            f"The marked line is the best by {run.selected_by} (checkpoint.best_metric); by"
+            " another metric another line may be best."
         )
     return Table(
         f"Evaluations of the {split} set",

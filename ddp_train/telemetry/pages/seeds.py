@@ -87,8 +87,8 @@ class SeedGroups:
         spread = low if low == high else f"{low} to {high}"
         runs = sum(len(self.values[settings]) for settings in self.repeated)
         return (
-            f"Runs that differ in their seed alone differ by {spread} (standard deviation of"
-            f" one run; {counted(len(self.repeated), 'setting')}, {runs} runs)."
+            f"The same settings with other seeds differ by {spread} (standard deviation of one"
+            f" run; {counted(len(self.repeated), 'setting')}, {runs} runs)."
         )
 
     def _shown(self, value: float) -> str:
@@ -109,7 +109,8 @@ class SeedGroups:
         sentences = []
         if close:
             sentences.append(
-                f"{best} has the best mean, but cannot be told from noise against {_named(close)}."
+                f"{best} has the best mean, but its difference from {_named(close)} is within the"
+                " noise."
             )
         if apart:
             sentences.append(

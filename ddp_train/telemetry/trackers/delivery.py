@@ -52,7 +52,7 @@ class DeliveryLog:
                 self.entries = {name: dict(entry) for name, entry in content.items()}
             except (ValueError, TypeError, AttributeError) as error:
                 log.warning(
-                    "%s is damaged (%s): each tracker begins a new run",
+                    "%s is damaged (%s), so each tracker begins a new run",
                     self.path,
                     first_line(error),
                 )
@@ -109,7 +109,7 @@ class TrackerThread:
         try:
             self.calls.put_nowait(call)
         except queue.Full:
-            self._warn(f"is {WAITING_LINES:,} lines behind: later ones are left out")
+            self._warn(f"is {WAITING_LINES:,} lines behind, so later lines are left out")
 
     def wait_until_idle(self) -> None:
         """Wait for all queued calls."""

@@ -61,7 +61,7 @@ class Media:
             return False
         if not self.tracking.threads:
             self._warn_once(
-                "images, texts and tables go to trackers alone, and the run has none; add"
+                "images, texts and tables are not written, since the run has no tracker; add"
                 " tracker=tensorboard, or in a session trackers=['tensorboard']"
             )
         return bool(self.tracking.threads)
