@@ -18,7 +18,7 @@ SLOWER = {"cpu": 2.0, "cuda": 1.15}
 other work, GPUs should not be."""
 LINK_SHARE = 0.5
 """Least share of the link's bandwidth. NCCL reached 70 to 90 % of NVLink with 256 MiB on H200s."""
-TOO_EARLY = "the test processes did not get that far: see the row exchange"
+TOO_EARLY = "the test processes failed earlier: see the row exchange"
 
 
 def exchange(
@@ -44,8 +44,9 @@ def exchange(
     if wrong or not sums_are_right:
         pairs = ", ".join(f"rank {sender} to rank {receiver}" for sender, receiver in wrong)
         remedy = (
-            "try NCCL_P2P_DISABLE=1: if it helps, switch off IOMMU and ACS for the GPUs (NCCL user"
-            " guide, Troubleshooting); if not, test memory and cables"
+            "repeat the check with NCCL_P2P_DISABLE=1. If the data are right then, switch off"
+            " IOMMU and ACS for the GPUs (NCCL user guide, Troubleshooting). If not, test memory"
+            " and cables"
         )
         return failure(f"received data is corrupt: {pairs or 'all-reduce'}", remedy, wrong=wrong)
     if backend == "nccl" and unreachable:
@@ -68,14 +69,15 @@ def _failed_exchange(
     ]
     if unkillable:
         remedy = (
-            "it waits in the kernel: see `cat /proc/PID/stack` and `dmesg`; if it waits for the"
-            " GPU's driver, reboot the host"
+            "the process waits in the kernel; `cat /proc/PID/stack` and `dmesg` show for what."
+            " If it is the GPU's driver, reboot the host"
         )
         return failure(" and ".join(unkillable), remedy, HangError.exit_code)
     stopped = [f"{result.where} is stopped" for result in results if result.stopped]
     if stopped:
         remedy = (
-            "find out what stopped it (SIGSTOP): a debugger, a batch system, a frozen container?"
+            "find out what stopped the process by SIGSTOP: a debugger, a batch system or a"
+            " frozen container"
         )
         return failure(" and ".join(stopped), remedy, HangError.exit_code)
     died = [result for result in results if result.code]
@@ -87,7 +89,7 @@ def _failed_exchange(
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         error = first.error or "no error message"
         detail = f"{first.name} died in stage '{first.stage}' ({cause}): {error}"
-        remedy = "see that message; `dmesg` shows whether the kernel killed the process"
+        remedy = "follow that message; `dmesg` shows whether the kernel killed the process"
         return failure(detail, remedy)
     return _hang(results, backend, without_peer_access)
 
@@ -166,8 +168,8 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
     detail += f"; {best / capacity:.0%} of {capacity / 1e9:.3g} GB/s ({name})"
     if best < LINK_SHARE * capacity:
         remedy = (
-            "check with NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME for gloo, which interface is used,"
-            " and whether GPUDirect is on"
+            "set NCCL_DEBUG=INFO to see which network interface is used, and whether GPUDirect"
+            " is on; for gloo choose the interface by GLOO_SOCKET_IFNAME"
         )
         return warning(f"{detail}, less than {LINK_SHARE:.0%}", remedy, **numbers)
     return ok(detail, **numbers)

@@ -101,12 +101,12 @@ def failed_check(check: str, error: Exception) -> Finding:
     """The failure of a check that did not answer in time, or raised an exception."""
     if isinstance(error, NoAnswerError):
         remedy = (
-            "run `dmesg` to see what it waits for: a disk, a file server or a driver that does not"
-            " respond?"
+            "run `dmesg` to see what the check waits for: a disk, a file server or a driver that"
+            " does not respond"
         )
         code = EXIT_CODES.get(check, LaunchError.exit_code)
         return failure(str(error), remedy, code).named(check)
-    detail = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
+    detail = f"this check itself failed: {type(error).__name__}: {first_line(error)}"
     remedy = "this is a bug: report this message and what is unusual about this host"
     return failure(detail, remedy).named(check)
 

@@ -36,8 +36,8 @@ def no_driver(error: NoDriverError, device_folder: Path = Path("/sys/bus/pci/dev
         f" {error}"
     )
     remedy = (
-        "install or load the driver (nvidia-smi says more); after a driver update, reboot; start a"
-        " container with --gpus all"
+        "install or load the NVIDIA driver (nvidia-smi says more). After an update of the"
+        " driver, reboot. Start a container with --gpus all"
     )
     return failure(detail, remedy)
 
@@ -86,8 +86,8 @@ def memory(gpus: Sequence[Gpu]) -> Finding:
     numbers = {"used_bytes": [gpu.used_bytes for gpu in gpus]}
     if occupied:
         remedy = (
-            "end the processes that use it (nvidia-smi; `fuser -v /dev/nvidia*` for processes"
-            " without a name)"
+            "end the processes that use this memory: nvidia-smi lists them, `fuser -v"
+            " /dev/nvidia*` also those without a name"
         )
         return warning("; ".join(occupied), remedy, **numbers)
     free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
@@ -102,7 +102,11 @@ def other_processes(gpus: Sequence[Gpu]) -> Finding:
         for pid, used in gpu.processes
     ]
     if busy:
-        return warning("; ".join(busy), "wait for them, end them, or use other GPUs")
+        return warning(
+            "; ".join(busy),
+            "wait until these processes end, end them, or choose other GPUs by"
+            " CUDA_VISIBLE_DEVICES",
+        )
     return ok("no other process")
 
 

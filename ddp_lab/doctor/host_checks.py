@@ -43,7 +43,7 @@ WRITE_SECONDS = 2.0
 SLOW_BYTES_PER_SECOND = 50e6
 SLOW_FSYNC_SECONDS = 0.1
 FEW_FREE_BYTES = GIB
-OWN_CODE = "the files of a custom data set are known only to its own code"
+OWN_CODE = "which files a custom data set reads is known only to its code"
 
 
 def all_checks(
@@ -68,9 +68,12 @@ def all_checks(
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
     """Check the space in /dev/shm: loader processes pass batches through it, and NCCL data between
     GPUs without peer access."""
-    remedy = "enlarge it: docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g"
+    remedy = (
+        f"enlarge {folder}: mount -o remount,size=8g {folder}, or in a container docker run"
+        " --shm-size=8g"
+    )
     if not folder.is_dir():
-        return warning(f"there is no {folder}", "mount a tmpfs there")
+        return warning(f"there is no {folder}", f"run mount -t tmpfs tmpfs {folder}")
     free = _free_bytes(folder)
     needed = _batches_in_flight(config) * _batch_bytes(config)
     numbers = {"free": free, "needed": needed}
@@ -113,10 +116,10 @@ def file_descriptors(config: Config) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_loaders = 2 * _batches_in_flight(config) // _ranks(config)  # inputs and targets
     needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (config.process_count - 1)
-    detail = f"limit {soft} per process, a worker needs about {needed}"
+    detail = f"a process may open {soft} files, but a worker needs about {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ok(detail, limit=soft, needed=needed)
-    remedy = f"ulimit -n {max(65536, needed)}"
+    remedy = f"run ulimit -n {max(65536, needed)}"
     if hard != resource.RLIM_INFINITY and hard < needed:
         remedy += f" (the hard limit is {hard}: ask an admin)"
     remedy += "; in containers --ulimit nofile=65536:65536"
@@ -147,8 +150,9 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
     if TORCHRUN_PORT in used and not under_torchrun:
         detail = f"port {TORCHRUN_PORT}, torchrun's default, is in use"
         remedy = (
-            "runs on one host do not need it; start torchrun with --standalone or another"
-            f" --rdzv-endpoint; `ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
+            "only torchrun needs this port: start torchrun with --standalone or another"
+            f" --rdzv-endpoint. `ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses the"
+            " port"
         )
         return warning(detail, remedy, **numbers)
     return ok(f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
@@ -181,7 +185,7 @@ def host_name(several: bool) -> Finding:
         detail = f"{name} does not resolve to an address"
         if several:
             return failure(detail, remedy, PeerError.exit_code)
-        detail += ": runs on one host do not need one, torchrun with gloo does"
+        detail += ": only torchrun with gloo needs one for a run on one host"
         return warning(detail, remedy)
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
         detail = f"{name} resolves to {', '.join(addresses)} here, which no other host can reach"
@@ -254,7 +258,7 @@ def _cpu_quota(groups: Path) -> float:
 def run_directory(run_dir: Path) -> Finding:
     """Measure the write speed: up to 64 MiB in pieces of 8, each with fsync, and five small files
     like a checkpoint's manifest. Removes them."""
-    remedy = "name a run_dir on another disk"
+    remedy = "use a run_dir on another disk"
     path = run_dir / f".doctor_{socket.gethostname()}_{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -266,7 +270,7 @@ def run_directory(run_dir: Path) -> Finding:
         free = _free_bytes(run_dir)
     except OSError as error:
         detail = f"run_dir={run_dir} cannot be written ({error.strerror})"
-        remedy = "name a folder that can be written"
+        remedy = "use a run_dir that can be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"free some space there, or {remedy}"
         return failure(detail, remedy, WriteError.exit_code)
@@ -309,7 +313,7 @@ def data_set(config: Config) -> Finding:
     problem = next(iter(data.missing(config)), None)
     if problem:
         detail, _, remedy = str(problem).partition("; ")
-        remedy = remedy or "name the folder that holds it: data.root=PATH"
+        remedy = remedy or "give the folder of the data set: data.root=PATH"
         return failure(detail, remedy, DataError.exit_code)
     if data.name == "custom":
         return skipped(OWN_CODE)

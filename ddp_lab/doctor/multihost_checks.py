@@ -22,7 +22,7 @@ CONNECT_SECONDS = 3.0
 """Time limit for a connection to another host: a firewall that drops packets gives no answer."""
 CONNECT_THREADS = 64
 CLOCK_WARNING_SECONDS = 1.0
-ONE_HOST = "only one host answers"
+ONE_HOST = "only one host answered"
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def _connection_error(facts: Facts) -> str:
     """Why a host cannot be reached; empty if it can."""
     try:
         if not facts["address"]:
-            raise OSError("it has no address")
+            raise OSError("the host has no address")
         socket.create_connection((facts["address"], facts["port"]), CONNECT_SECONDS).close()
     except OSError as error:
         return f"{facts['host']} ({facts['address']}:{facts['port']}): {error.strerror or error}"
@@ -93,7 +93,7 @@ def shared_run_dir(token: str, content: str) -> Finding:
         return ok("this host sees what host 0 writes")
     detail = f"{token}, written by host 0, is not visible here"
     return failure(
-        detail, "name a run_dir on a file system that all hosts share", PeerError.exit_code
+        detail, "use a run_dir on a file system that all hosts share", PeerError.exit_code
     )
 
 
@@ -109,7 +109,9 @@ def all_present(facts_by_host: dict[int, Facts], count: int, seconds: float) -> 
             f"host {' and '.join(missing)} of {count} did not answer within {seconds:.0f} s;"
             f" present: {names}"
         )
-        remedy = "check that host: is its process stopped, does it run the same command?"
+        remedy = (
+            "check on that host whether the same command runs, and whether its process is stopped"
+        )
         return failure(detail, remedy, PeerError.exit_code)
     return ok(f"all {count} answer: {names}")
 
@@ -175,7 +177,9 @@ class HostComparison:
         unknown = [host for number, host in names.items() if number and number not in offsets]
         if unknown:
             detail = f"no answer about the clock from {', '.join(unknown)}"
-            return warning(detail, "check that host: is its process stopped?", offsets=named)
+            return warning(
+                detail, "check on that host whether the process is stopped", offsets=named
+            )
         compared = self._compared(names)
         detail = f"{compared} within {CLOCK_WARNING_SECONDS:g} s of host 0"
         return ok(detail, offsets=named)

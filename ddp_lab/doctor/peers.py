@@ -67,7 +67,7 @@ class Peers:
         except DistError as error:
             raise PeerError(
                 f"no message from host 0 for {seconds:.0f} s ({first_line(error)})",
-                "check that host, and what it printed",
+                "check on host 0 whether the command still runs, and what it printed",
             ) from error
 
     def clock_offsets(self, others: list[int], seconds: float) -> dict[int, float]:
@@ -100,6 +100,7 @@ class Peers:
             self.store.get(f"clock/ask/{self.number}")
         except DistError as error:
             raise PeerError(
-                f"host 0 did not ask for this host's clock ({first_line(error)})", "check host 0"
+                f"host 0 did not ask for this host's clock ({first_line(error)})",
+                "check on host 0 whether the command still runs",
             ) from error
         self.store.set(f"clock/{self.number}", str(time.time()))

@@ -20,22 +20,24 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted
 
 SUMS = (
-    "return the sum of the losses of all units, and their number: no mean, and no factor computed"
-    " from the batch"
+    "return from loss() the sum of the losses of all units, and the number of units. Take no"
+    " mean, and use no factor that is computed from the batch"
 )
 PADDING = (
-    "mask the padding, or pack the sequences, in model and loss; or pad all samples to one length,"
-    " since the longest of a micro-batch depends on the number of processes"
+    "mask the padding in model and loss, or pack the sequences. Or pad all samples to one"
+    " length, since the longest sample of a micro-batch depends on the number of processes"
 )
 UNITS = (
-    "return the number of units that the losses are summed over: it must add up over the parts of"
-    " a batch"
+    "return from loss() the number of units that the losses are summed over. The numbers of the"
+    " parts of a batch must add up to the number of the batch"
 )
-SEEDED_DRAWS = "draw with torch's functions, which are seeded by seed, process and step"
-SEEDED_MODEL = f"{SEEDED_DRAWS}; no clock, no id()"
+SEEDED_DRAWS = (
+    "draw random numbers by torch's functions, which ddp-train seeds by seed, process and step"
+)
+SEEDED_MODEL = f"{SEEDED_DRAWS}. Use no clock and no id()"
 SEEDED_DATA = (
-    "draw with torch, numpy or random, which are seeded by seed, epoch and sample; no clock, id()"
-    " or own generator"
+    "draw random numbers by torch, numpy or random, which ddp-train seeds by seed, epoch and"
+    " sample. Use no clock, no id() and no generator of your own"
 )
 SHOWN = 4
 """Most names in a message."""
@@ -134,7 +136,10 @@ class Divided:
             "the losses add up, but the gradients do not: the cause is a custom backward pass, or"
             " a layer that could not be watched"
         )
-        remedy = "look at autograd functions and hooks of the model; try parts of it separately"
+        remedy = (
+            "check the custom autograd functions and the hooks of the model; try parts of the"
+            " model one by one"
+        )
         return Cause("unknown", text, remedy)
 
     def _differ(self, value: float, reference: float) -> bool:
@@ -157,10 +162,10 @@ class Divided:
 
     def _padding(self) -> Cause:
         text = (
-            "the result depends on how a batch is put together (for example padding to its longest"
-            f" sample): the loss is {self.whole.loss:.6g} for the whole global batch and for parts"
-            f" that are cut from it, but {self.parts.loss:.6g} for parts that are put together"
-            " separately"
+            "the result depends on how a batch is collated (for example on padding to its"
+            f" longest sample). The loss is {self.whole.loss:.6g} for the whole global batch, and"
+            f" for parts that are cut from it, but {self.parts.loss:.6g} for parts that are"
+            " collated separately"
         )
         return Cause("padding", text, PADDING)
 
@@ -168,12 +173,12 @@ class Divided:
         text = f"batch norm ({culprit.name}) uses the statistics of each process's own samples"
         samples = self.samples_per_micro_batch
         if samples:
-            text += f": {samples} in this job"
+            text += f": {counted(samples, 'sample')} in this job"
             if samples < TINY_BATCH:
-                text += ", too few for them"
+                text += ", which is too few"
         remedy = (
-            "strategy.sync_bn=true, or model.norm=group where the model has it; a norm over"
-            " channels alone (GroupNorm)"
+            "use strategy.sync_bn=true, or a norm that does not depend on the batch:"
+            " model.norm=group where the model has that key, else torch's GroupNorm"
         )
         return Cause("batch_norm", text, remedy)
 
@@ -184,7 +189,7 @@ class Divided:
             " others"
         )
         remedy = (
-            "compute it for each sample separately, or from the rows of all processes"
+            "compute the output for each sample separately, or from the rows of all processes"
             " (ddp_train.all_gather)"
         )
         return Cause("mixing", text, remedy)
@@ -193,8 +198,8 @@ class Divided:
         parts = counted(len(self.parts.forwards), "part")
         text = (
             f"the loss is not a sum over its units: {self.whole.loss:.6g} for the whole global"
-            f" batch, but {self.parts.loss:.6g} as the sum of its {parts}; it is averaged, or"
-            " weighted, per micro-batch"
+            f" batch, but {self.parts.loss:.6g} as the sum of its {parts}. The loss is averaged"
+            " or weighted within each micro-batch"
         )
         return Cause("mean", text, SUMS)
 
@@ -209,11 +214,14 @@ def unused(everywhere: list[str], somewhere: list[str], is_allowed: bool) -> Fin
     if not everywhere and not somewhere:
         return ok("every parameter gets a gradient on every process")
     names = everywhere or somewhere
-    where = "from no sample" if everywhere else "on some processes alone"
+    where = "from no sample" if everywhere else "on some processes only"
     text = f"{counted(len(names), 'parameter')} got a gradient {where}: {listed(names)}"
     if is_allowed:
         return ok(f"{text}; the strategy allows it")
-    remedy = "use them in forward, remove or freeze them, or strategy.find_unused_parameters=true"
+    remedy = (
+        "use these parameters in forward, remove or freeze them, or add"
+        " strategy.find_unused_parameters=true"
+    )
     return failure(text, remedy, DataError.exit_code, cause="unused")
 
 
@@ -224,8 +232,8 @@ def outside_generator(model: nn.Module, generator: str, layer: str) -> Cause:
         kind = type(model.get_submodule(layer)).__name__
         where = f"the layer {layer} ({kind})"
     text = (
-        f"{where} draws from {generator} generator, which is not seeded in each step: its numbers"
-        " differ between processes and after a resume"
+        f"{where} draws from {generator} generator, which is not seeded in each step. So the"
+        " numbers differ between processes, and after a resume"
     )
     return Cause("randomness", text, SEEDED_DRAWS)
 
@@ -234,18 +242,20 @@ def unrepeatable(asked: list[str]) -> Cause:
     """The same samples, weights and seed give something else. asked: see `unseeded`."""
     text = "the same samples, weights and seed give other gradients the second time"
     if asked:
-        text += f": model or loss use {listed(asked)}"
+        text += f", since the model or the loss uses {listed(asked)}"
     else:
-        text += ", and no state was seen that changes"
+        text += ". No state was found that changes"
     return Cause("randomness", text, SEEDED_MODEL)
 
 
 def hidden_state(names: str) -> Cause:
     """State that decides a result, and that no checkpoint has."""
-    text = f"{names} changes in forward passes, and so do the gradients of the same samples"
+    text = (
+        f"{names} changes in forward passes, and the gradients of the same samples change with it"
+    )
     remedy = (
-        "keep it in a buffer (register_buffer), which checkpoints have; or compute it from the"
-        " batch alone"
+        "keep that state in a buffer (register_buffer), which checkpoints save; or compute it"
+        " from the batch alone"
     )
     return Cause("state", text, remedy)
 
@@ -253,12 +263,12 @@ def hidden_state(names: str) -> Cause:
 def state_in_buffers(names: list[str]) -> Cause:
     """State that forward passes change, one after the other, on each process by itself."""
     text = (
-        f"forward passes change {listed(names)}, and the loss depends on it: it changes in each"
-        " micro-batch, and on each process by its own samples"
+        f"forward passes change {listed(names)}, on which the loss depends. So the loss depends"
+        " on the order of the micro-batches, and on the samples of the process"
     )
     remedy = (
-        "change it once in a step, by the samples of all processes (ddp_train.all_gather), or"
-        " compute it from the batch alone"
+        "change that state once in a step, by the samples of all processes"
+        " (ddp_train.all_gather), or compute it from the batch alone"
     )
     return Cause("state", text, remedy)
 
@@ -273,42 +283,43 @@ def of_samples(where: str, asked: list[str], changed_state: list[str]) -> Cause:
     asked: what the user's code asks that is another in each process.
     changed_state: names of what changes with each call.
     """
-    text = f"{where}: the same sample of the same epoch is another tensor the second time"
+    text = f"{where}: the same sample, read twice in the same epoch, gives two different tensors"
     if asked:
-        return Cause("randomness", f"{text}; it uses {listed(asked)}", SEEDED_DATA)
+        return Cause("randomness", f"{text}, since the code uses {listed(asked)}", SEEDED_DATA)
     if changed_state:
         remedy = (
             "let a sample depend on its number and on seeded random numbers alone, not on earlier"
             " calls"
         )
         return Cause("state", f"{text}; {listed(changed_state)} changes with each call", remedy)
-    return Cause("randomness", f"{text}, by random numbers without a seed", SEEDED_DATA)
+    return Cause("randomness", f"{text}, since it draws random numbers without a seed", SEEDED_DATA)
 
 
 def same_in_each_epoch(where: str, changed_state: list[str]) -> Cause:
     """Why augmentation that should draw anew in each epoch does not."""
     if changed_state:
         text = (
-            f"{where} draws random numbers, but gives each sample the same in every epoch: it"
-            f" stores what it has drawn ({listed(changed_state)})"
+            f"{where} draws random numbers, but augments each sample in the same way in every"
+            f" epoch, since it stores what it has drawn ({listed(changed_state)})"
         )
-        return Cause("state", text, "store samples before they are augmented")
+        return Cause("state", text, "store the samples before the augmentation, not after it")
     text = (
-        f"{where} seeds a generator itself: each sample is augmented in the same way in every epoch"
+        f"{where} seeds a generator itself, so each sample is augmented in the same way in every"
+        " epoch"
     )
-    remedy = "leave seeding to ddp-train, which does it by seed, epoch and sample"
+    remedy = "seed no generator: ddp-train seeds torch, numpy and random by seed, epoch and sample"
     return Cause("randomness", text, remedy)
 
 
 def of_batch_size(scores: str) -> Cause:
     """A score that depends on train.evaluate_batch_size. scores: both, in words."""
     text = (
-        f"{scores}: it is averaged per batch, or the score of a sample depends on the others in"
-        " its batch"
+        f"{scores}. The metric is averaged per batch, or the score of a sample depends on the"
+        " other samples of its batch"
     )
     remedy = (
-        "return sums and numbers of units from score(), and derive a ratio from their totals"
-        " (docs/guides/tasks.md); mask the padding of a batch"
+        "return sums and numbers of units from score(), and compute a ratio from their totals"
+        " (docs/guides/tasks.md). Mask the padding of a batch"
     )
     return Cause("batches", text, remedy)
 
@@ -322,14 +333,14 @@ def of_evaluation(metric: str, generator: str, asked: list[str], changed_state: 
     """
     text = f"{metric} depends on which process scores which batch"
     if generator:
-        text += f": it draws from {generator} generator while a set is scored"
-        return Cause("randomness", text, "draw nothing in eval mode")
+        text += f", since random numbers are drawn from {generator} generator while a set is scored"
+        return Cause("randomness", text, "draw no random numbers in eval mode")
     if asked:
-        text += f": model, data set or score use {listed(asked)}"
+        text += f", since the model, the data set or score() uses {listed(asked)}"
         return Cause("randomness", text, SEEDED_MODEL)
     if changed_state:
-        text += f": {listed(changed_state)} changes while a set is scored"
+        text += f", since {listed(changed_state)} changes while a set is scored"
         remedy = "compute the score of a batch from that batch and the weights alone"
         return Cause("state", text, remedy)
     text += ", for a reason that was not found"
-    return Cause("unknown", text, "score one batch twice, and compare")
+    return Cause("unknown", text, "score one batch twice, and compare the results")

@@ -44,8 +44,10 @@ def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -
     for processes in WORLDS:
         for step, numbers in enumerate(_numbers_by_step(plan, processes, steps)):
             if Counter(numbers) != Counter(plan.global_batch(step).tolist()):
-                detail = f"step {step} has other samples on {counted(processes, 'process')}"
-                return failure(detail, "report this: it is a bug")
+                detail = (
+                    f"step {step} has other samples on {counted(processes, 'process')} than on 1"
+                )
+                return failure(detail, "this is a bug of ddp-train: please report it")
     length = plan.samples
     if plan.sampled is None and length != len(source):
         detail = f"len() of the data set was {length} and is {len(source)}"
@@ -135,18 +137,17 @@ def _training_samples(
             " this process"
         )
         remedy = (
-            "let a sample depend on its number and on random numbers of torch, numpy and random"
-            " alone"
+            "let a sample depend only on its index and on random numbers of torch, numpy and random"
         )
         return warning(detail, remedy)
-    detail = f"{samples}, fetched in two orders: the same"
+    detail = f"{samples}, read in two orders, are the same"
     later = (replace(fetches, epoch=epoch).fetched() for epoch in range(1, EPOCHS))
     if any(_unequal(first, samples_of_epoch) for samples_of_epoch in later):
         return ok(f"{detail} in one epoch, others in the next", found=0)
     cause = _why_same_in_each_epoch(source, unseen, changed_state)
     if cause:
         return causes.finding(cause)
-    return ok(f"{detail}, in each epoch too (nothing augments)", found=0)
+    return ok(f"{detail}, and the same in each epoch (nothing augments)", found=0)
 
 
 def _unequal(one: Any, other: Any) -> bool:

@@ -84,8 +84,8 @@ class GradientChecks:
             return [self.deadline.check(WHOLE, whole), self.deadline.check(UNEVEN, uneven)]
         except GathersError:
             return _not_compared(
-                "not known from one process, for the loss takes rows of all processes"
-                " (all_gather); see the real processes below"
+                "cannot be told from one process, since the loss uses rows of all processes"
+                " (all_gather); see the checks with real processes below"
             )
 
     def divided(self, step: int, divisions: tuple[tuple[int, int], ...], unit: str = "") -> Finding:
@@ -97,8 +97,8 @@ class GradientChecks:
         if causes.batch_norms(self.bench.module.model):
             if self.bench.synchronises_batch_norm:
                 return skipped(
-                    "not known from one process, for batch norm is over all processes"
-                    " (strategy.sync_bn); see the real processes below"
+                    "cannot be told from one process, since batch norm is computed over all"
+                    " processes (strategy.sync_bn); see the checks with real processes below"
                 )
             # statistics are of a micro-batch: the real runs have the accumulation of the job
             divisions = tuple(division for division in divisions if division[1] == 1)
@@ -121,8 +121,8 @@ class GradientChecks:
             return ok(detail, found=worst, allowed=self.tolerance)
         if self.division.unfixed:
             return skipped(
-                "the model draws random numbers of torch that cannot be fixed; they belong to"
-                f" process and step; so the gradients differ by {worst:.1e}"
+                "the model draws random numbers in a way that prove cannot fix. They differ"
+                f" between processes and steps, so the gradients differ by {worst:.1e}"
             )
         return causes.finding(self.cause(step, *worst_division), worst, self.tolerance)
 
@@ -138,7 +138,7 @@ class GradientChecks:
             text += f", {whole.units:g} {unit}s"
         text += f", {self.bench.precision}"
         if self.division.met:
-            text += f"; fixed: {', '.join(sorted(self.division.met))}"
+            text += f"; with fixed random numbers in {', '.join(sorted(self.division.met))}"
         return text
 
     def cause(self, step: int, processes: int, accumulation: int) -> Cause:
@@ -177,7 +177,7 @@ class GradientChecks:
         asked = unseeded(lambda: self.division.compute(0))
         if difference > self.tolerance and (asked or not self.changed_state):
             return causes.finding(causes.unrepeatable(asked), difference, self.tolerance)
-        detail = "model and loss draw from torch's generator alone"
+        detail = "model and loss draw random numbers from torch's generator only"
         if self.division.met:
             met = ", ".join(sorted(self.division.met))
             detail += f"; {met}, seeded for each process and step"
@@ -191,12 +191,10 @@ class GradientChecks:
         names = causes.listed(self.changed_state)
         if difference > self.tolerance:
             return causes.finding(causes.hidden_state(names), difference, self.tolerance)
-        detail = (
-            f"{names} changes in forward passes; no effect on gradients was seen in two of them"
-        )
+        detail = f"{names} changes in forward passes; two passes showed no effect on the gradients"
         remedy = (
-            "keep it in a buffer if results depend on it: no checkpoint has it, and each process"
-            " has its own"
+            "if results depend on that state, keep it in a buffer: now no checkpoint has it, and"
+            " it differs between processes"
         )
         return warning(detail, remedy)
 

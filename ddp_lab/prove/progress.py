@@ -10,7 +10,7 @@ from rich.console import Console
 from ddp_lab.doctor.findings import SKIPPED, Finding
 from ddp_train.errors import LaunchError
 
-LATE = "prove.seconds is over"
+LATE = "the time limit prove.seconds is over"
 MORE_TIME = "raise prove.seconds, or lower prove.samples and prove.steps"
 
 

@@ -96,11 +96,13 @@ class Proof:
         """code: exit code of the process, below 0 if it was killed."""
         log = self.folder / LOG
         lines = log.read_text(errors="replace").strip().splitlines()
-        why = "no answer in time, or killed"
+        why = "they gave no answer in time, or were killed"
         if lines and code >= 0:
             why = lines[-1]
-        remedy = f"see {log}; raise prove.seconds, or lower prove.samples, if it is only slow"
-        detail = f"the checks of one process ended: {why}"
+        remedy = (
+            f"see {log}. If the checks are only slow, raise prove.seconds, or lower prove.samples"
+        )
+        detail = f"the checks in one process ended early: {why}"
         return failure(detail, remedy, cause="job").named("job")
 
     @property

@@ -38,8 +38,8 @@ OTHER_DATA = ("changed since the checkpoint", "a digest of the samples")
 """Parts of the error of a run whose samples are not those of the checkpoint, or of a process."""
 DATA_MADE_ANEW = "the data set has other samples, or another order, in a new process"
 MAKE_THEM_ALIKE = (
-    "sort what is read from a set, and use a generator with a fixed seed when the data set is"
-    " created"
+    "where the data set is created, sort what comes from a Python set, and use a generator with"
+    " a fixed seed"
 )
 SAME_REASON = "it would fail for the same reason as: "
 PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused parameters")
@@ -128,7 +128,7 @@ class RealRuns:
         hooks = [f"{HOOKS}.Gradients"]
         outcome = self._run(RealRun("gradients", processes, hooks, max_steps=1))
         if self.examined.unfixed:
-            return skipped("the model draws random numbers that cannot be fixed")
+            return skipped("the model draws random numbers in a way that prove cannot fix")
         if self._has_other_data(outcome.run_dir):
             return _data_made_anew()
         probe = outcome.run_dir / "probe"
@@ -140,7 +140,9 @@ class RealRuns:
         allowed = GRADIENTS_ALLOWED[self.examined.precision]
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
         if relative <= allowed and not ranks_differ and one.keys() == many.keys():
-            return ok(f"{counted(len(many), 'parameter')} over gloo", **numbers)
+            return ok(
+                f"the gradients of {counted(len(many), 'parameter')}, exchanged by gloo", **numbers
+            )
         names = [*ranks_differ, *(difference.name for difference in differences), ""]
         detail = (
             "real processes compute other gradients than one process that takes their parts in"
@@ -150,8 +152,8 @@ class RealRuns:
         if warned:
             detail += f"; see {' and '.join(warned)}"
         remedy = (
-            "look for what depends on the process: its rank, number, host name, files that another"
-            " writes"
+            "look for what depends on the process: its rank, number, host name, files that"
+            " another process writes"
         )
         return failure(detail, remedy, cause="process", **numbers)
 
@@ -188,8 +190,8 @@ class RealRuns:
             f" ({name})"
         )
         remedy = (
-            "keep what the result depends on in parameters, buffers or the state_dict() of a hook;"
-            " draw random numbers with torch in a model or loss"
+            "keep what the result depends on in parameters, buffers or the state_dict() of a"
+            " hook. In a model or loss draw random numbers with torch"
         )
         return failure(detail, remedy, cause="state", found=relative, allowed=0)
 
@@ -202,7 +204,7 @@ class RealRuns:
         if self.checkpoint_of_killed is None:
             return skipped("there is no checkpoint of a run that was killed")
         if self.examined.unfixed:
-            return skipped("the model draws random numbers that cannot be fixed")
+            return skipped("the model draws random numbers in a way that prove cannot fix")
         checkpoint = str(self.checkpoint_of_killed)
         reference = self.runner.folder / "whole"
         draws = self.examined.draws
@@ -210,7 +212,7 @@ class RealRuns:
         fixed = ""
         if draws:
             hooks = [f"{HOOKS}.Fixed"]
-            fixed = f"; fixed: {', '.join(draws)}"
+            fixed = f"; with fixed random numbers in {', '.join(draws)}"
             same = self._run(RealRun("fixed", two, hooks, resume=checkpoint))
             reference = same.run_dir
         moved = self._run(RealRun("other", other, hooks, resume=checkpoint))
@@ -219,10 +221,14 @@ class RealRuns:
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
         if relative <= allowed:
             steps = self.config.prove.steps
-            detail = f"weights after {steps} steps, {two} processes before{fixed}"
+            detail = f"weights after {steps} steps are the same as on {two} processes{fixed}"
             return ok(detail, **numbers)
-        detail = f"resumed on {counted(other, 'process')} the run ends with other weights ({name})"
-        remedy = "look for what is not in a checkpoint, or depends on the number of processes"
+        detail = (
+            f"a run that is resumed on {counted(other, 'process')} ends with other weights ({name})"
+        )
+        remedy = (
+            "look for state that is in no checkpoint, or that depends on the number of processes"
+        )
         return failure(detail, remedy, cause="process", **numbers)
 
     def evaluation(self) -> Finding:

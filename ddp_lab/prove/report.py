@@ -96,7 +96,7 @@ def _summary(counts: dict[str, int]) -> str:
 
 def table(findings: Sequence[Finding]) -> RichTable:
     """One row for each check."""
-    drawn = RichTable(title="the same result however it is divided?")
+    drawn = RichTable(title="same result on any number of processes?")
     for heading in ("check", "status", "found", "allowed"):
         drawn.add_column(heading, overflow="fold", no_wrap=heading != "check")
     drawn.add_column("what was found, and the remedy", overflow="fold")
@@ -129,9 +129,9 @@ def _page(findings: Sequence[Finding], result: str, command: str) -> Report:
     columns = ["check", "status", "found", "allowed", "what was found", "remedy"]
     note = "found: the largest relative difference. Skipped checks are not proved."
     if result == INCOMPLETE:
-        intro = "The answer is incomplete: the time was over."
+        intro = "The answer is incomplete, since the time limit prove.seconds was over."
     else:
-        intro = f"The answer: it {result}."
+        intro = f"Same result on any number of processes: {result}."
     return Report(
         title="Is the result the same however the job is divided?",
         intro=intro,

@@ -49,7 +49,7 @@ class ScoreCheck:
             broken = self._broken_by_size(scores[0])
             if broken:
                 return broken
-            batches += " and of others"
+            batches += " and of other sizes"
         names = ", ".join(scores[0])
         detail = f"{names} of {len(self.source)} samples of the {self.set_name} set in {batches}"
         return ok(detail, found=worst, allowed=allowed)

@@ -34,20 +34,20 @@ OTHER_DRAWS = 1000
 DIFFERS = 70
 MOST_SHOWN = 5
 LAST_LINES = 20
-USE = "use it as ddp-train prove train.py [ARGUMENT ...], or -m MODULE, as python takes them"
+USE = "use ddp-train prove train.py [ARGUMENT ...], or ddp-train prove -m MODULE [ARGUMENT ...]"
 ROUNDING_OF_FLOAT32 = 1e-5
-IN_FLOAT32 = "so small a difference may be rounding, if a part of the model is in float32"
+IN_FLOAT32 = "if a part of the model is in float32, so small a difference may be rounding"
 DRAWN = (
-    "each process draws its own random numbers, so nothing is known: use ddp_train.dropout and"
-    " noise_like, or turn them off for this command"
+    "each process draws its own random numbers, so the runs cannot be compared. Use"
+    " ddp_train.dropout and ddp_train.noise_like, or turn dropout and noise off for this command"
 )
 CAUSES = (
     "a result over the batch (a mean, topk, argmax, roll, negatives, a queue, padding to the"
-    " largest) is over the samples of one process: rows, own = ddp_train.all_gather(rows) gives"
-    " those of all"
+    " largest) covers the samples of one process only. For the rows of all processes use rows,"
+    " own = ddp_train.all_gather(rows)"
 )
 DRAWN_WITHOUT_EFFECT = (
-    "each process also draws its own random numbers; with others the result was the same"
+    "each process also draws its own random numbers, but other random numbers gave the same result"
 )
 
 
@@ -100,7 +100,7 @@ def prove_script(arguments: Sequence[str]) -> int:
             others = run_script(arguments, 1, folder, OTHER_DRAWS)
             cause = cause_beside_draws(one, others, allowed)
     except RunFailedError as error:
-        print(f"{error}\n  its output: {folder}")
+        print(f"{error}\n  output of the script: {folder}")
         return error.exit_code
     print(verdict(differences, cause, allowed))
     if differences[0].share > allowed:
@@ -125,7 +125,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
             hint = "; for a run by config use mode=prove in place of prove"
         raise ConfigError([f"prove: there is no script {first}{hint}; {USE}"])
     if world_from_environment():
-        raise ConfigError(["prove: it starts its own processes; run it without torchrun"])
+        raise ConfigError(
+            ["prove: starts its own processes; run the same command without torchrun"]
+        )
 
 
 def cause_beside_draws(one: Record, others: Record, allowed: float) -> str:
@@ -169,8 +171,8 @@ def run_script(
     record = read(file) if file.exists() else None
     if record is None or not any(name.startswith("update") for name in record.arrays):
         raise RunFailedError(
-            f"{where} no update was seen: prove needs a script with a ddp_train.session that"
-            " passes its optimizer to run.resume",
+            f"{where} the script made no update of weights: prove needs a script with a"
+            " ddp_train.session that passes its optimizer to run.resume",
             DIFFERS,
         )
     return record

@@ -243,9 +243,10 @@ class Search:
         if self.config.memory_gb:
             limit = f"{self.config.memory_gb:g} GB of private memory per process"
         note = (
-            f"{self.config.steps} steps each, in new processes. micro-batch: samples per process"
-            f" and pass. The limit is {limit}; one rank that exceeds it ends a run. The learning"
-            " rate stays the same for all batches unless optimizer.lr_scaling is set."
+            f"Each run has {self.config.steps} steps, in new processes. micro-batch: samples per"
+            f" process and pass. The limit is {limit}; a run ends when one rank exceeds the"
+            " limit. The learning rate stays the same for all batches unless"
+            " optimizer.lr_scaling is set."
         )
         if not self.result:
             note += " The search is not complete: run the same command again to continue it."

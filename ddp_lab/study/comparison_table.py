@@ -249,14 +249,14 @@ class Comparison:
         match self.part:
             case "ladder":
                 note = (
-                    f"Each row includes the tips of the rows above. Total {self.effect}: compared"
-                    f" with {self.study.baseline}; of this tip, and the verdict: compared with the"
-                    " nearest row above that was run."
+                    f"Each row includes the tips of the rows above. 'total {self.effect}'"
+                    f" compares with {self.study.baseline}. '{self.effect} of this tip' and the"
+                    " verdict compare with the nearest row above that was run."
                 )
             case "leave_one_out":
                 note = (
-                    f"Each row is {config.reference} without one tip, compared with"
-                    f" {config.reference}: a speed-up below 1 means that the tip helps."
+                    f"Each row compares {config.reference} without one tip to {config.reference}"
+                    " itself: a speed-up below 1 means that the tip helps."
                 )
             case _:
                 elsewhere = ", unless the column says otherwise" if config.against else ""

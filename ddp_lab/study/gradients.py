@@ -83,7 +83,8 @@ def _base_config(request: Request, processes: int) -> Config:
     strategy = run.config.strategy
     if not strategy.has_process_group:
         problems.append(
-            f"strategy={strategy.name}: runs in one process; study=gradients needs strategy=ddp"
+            f"strategy={strategy.name}: this strategy runs in one process; study=gradients needs"
+            " strategy=ddp"
         )
     raise_problems(problems)
     return run.config

@@ -92,10 +92,10 @@ class GradientsReport:
         if self.pitfalls:
             sections.append(self._possible_problems())
         intro = (
-            "The gradients that the optimizer gets in the first step, of one process without DDP"
-            f" and of {self.processes} processes with the options of this command: same weights,"
-            " same samples (one less than a global batch, so that micro-batches have different"
-            " sizes), dropout off."
+            "Compares the gradients that the optimizer gets in the first step: those of one"
+            f" process without DDP, and those of {self.processes} processes with the options of"
+            " this command. Weights and samples are the same, and dropout is off. There is one"
+            " sample less than in a global batch, so that micro-batches have different sizes."
         )
         commands = [self.request.command]
         return Report("Self-test of gradients", intro, sections, provenance(), commands)
@@ -150,8 +150,8 @@ class GradientsReport:
     def _differences(self) -> Table:
         columns = ["precision", "parameter", "absolute", "relative"]
         note = (
-            "Relative to the largest gradient of the parameter, or to a thousandth of the largest"
-            " gradient of all."
+            "Differences are relative to the largest gradient of the parameter, or to a"
+            " thousandth of the largest gradient of all parameters."
         )
         return Table("Largest differences", columns, self.difference_rows, note)
 

@@ -192,12 +192,12 @@ MLPERF = (
     ),
 )
 MLPERF_NOTE = (
-    "Throughputs from the logs of MLPerf Training. efficiency: samples per second and GPU, against"
-    " the first row of the network. proportional: the step of one GPU is that of the first row, in"
-    " proportion to the batch per GPU. with a fixed part: it is a line through the first two rows,"
-    " fixed seconds and seconds per sample; the others test it. Waiting for the slowest rank is"
-    " left out, since no deviation of steps is published. docs/operate/studies.md says what the"
-    " errors mean."
+    "Throughputs from the logs of MLPerf Training. efficiency: samples per second and GPU,"
+    " relative to the first row of the network. The two models differ in the time of a step on"
+    " one GPU. proportional: the time of the first row, scaled by the batch per GPU. with a"
+    " fixed part: fixed seconds plus seconds per sample, fitted to the first two rows; the other"
+    " rows test the model. Waiting for the slowest rank is left out, since no deviation of steps"
+    " is published. docs/operate/studies.md says what the errors mean."
 )
 OURS = (
     # docs/inside/benchmarks/speed.md: bf16, tuning=max, the best of two runs;
@@ -224,9 +224,9 @@ OURS = (
 )
 
 OUR_NOTE = (
-    "From docs/inside/benchmarks/speed.md and gpt2.md. GPT-2 ran on one and on two H200 of"
-    " different machines, which differ by 2 to 3 %, on H100s of one machine, where all gradients"
-    " are exchanged behind the backward pass, and never on four."
+    "From docs/inside/benchmarks/speed.md and gpt2.md. GPT-2 on H200 ran on one GPU and on two"
+    " GPUs of different machines, which differ by 2 to 3 %. On H100 it ran on one machine, where"
+    " all gradients are exchanged after the backward pass. It never ran on four GPUs."
 )
 
 

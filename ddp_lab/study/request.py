@@ -32,7 +32,7 @@ from ddp_train.text import did_you_mean, word
 PROCESSES = "launch.nproc_per_node"
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
 """Keys on the command line that concern the study itself; all others are overrides for its runs."""
-SHARED = "{}: all trials would share it; leave it out of a study"
+SHARED = "{}: all trials of a study would use the same one; leave this key out"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
     mirror = config.checkpoint.mirror
     if not invalid and (given := range_of(processes)):
         invalid = [
-            f"{PROCESSES}={processes}: a study compares runs whose numbers stay; use one number,"
+            f"{PROCESSES}={processes}: a study needs a fixed number of processes; use"
             f" {PROCESSES}={given.low}"
         ]
     elif not invalid and mirror:

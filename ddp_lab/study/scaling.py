@@ -72,8 +72,8 @@ class Scaling:
         problems = []
         if not base.strategy.has_process_group:
             problems.append(
-                f"strategy={base.strategy.name}: runs in one process; study=scaling needs"
-                " strategy=ddp"
+                f"strategy={base.strategy.name}: this strategy runs in one process; study=scaling"
+                " needs strategy=ddp"
             )
         if batch % most:
             divisible = -(-batch // most) * most

@@ -153,10 +153,10 @@ def _breakdown_table(measurements: Measurements, cores: int | None) -> Table:
             parts = [*[None] * 6, outcome.reason if outcome else "not run"]
         rows.append([cell.processes, cell.batch_per_process, *parts])
     note = (
-        "From separate runs with hooks=[ddp_lab.study.step_times.StepTimes], without CUDA graphs,"
-        " whose steps cannot be split, so they may be slower. Means over ranks and over the middle"
-        " half of the steps; the first quarter is left out. compute: forward pass, backward pass"
-        " and optimizer, including communication in the forward pass (buffers, batch norm over all"
+        "From separate runs with hooks=[ddp_lab.study.step_times.StepTimes]. These runs use no"
+        " CUDA graphs, so they may be slower. Means over ranks and over the middle half of the"
+        " steps; the first quarter is left out. compute: forward pass, backward pass and"
+        " optimizer, including communication in the forward pass (buffers, batch norm over all"
         " processes). exchange: gradient exchange that does not overlap with the backward pass."
         " waiting: for a slower rank, before the exchange. host: from the end of a step to the"
         " request for the next batch."

@@ -164,11 +164,11 @@ def prediction_table(step: Step, predictions: Sequence[Prediction], gpus_per_hos
         for predicted in predictions
     ]
     note = (
-        "exchange: all-reduce in DDP's buckets, by a ring inside each host and the faster of ring"
-        " and trees between hosts. exposed: the part of it that does not overlap with the backward"
-        " pass. waiting: for the slowest rank, assuming independent exponential delays. Not"
-        " modelled: slow data loading, other traffic on the network, a GPU that is always slower,"
-        " what the cuts of torch's compiler at buckets cost."
+        "exchange: all-reduce in DDP's buckets, by a ring inside each host and the faster of"
+        " ring and trees between hosts. exposed: the part of the exchange that does not overlap"
+        " with the backward pass. waiting: for the slowest rank, assuming independent"
+        " exponential delays. Not modelled: slow data loading, other traffic on the network, a"
+        " GPU that is always slower, and the cost of dividing a compiled graph at DDP's buckets."
     )
     return Table("Predicted", columns, rows, note)
 

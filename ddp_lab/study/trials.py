@@ -107,8 +107,8 @@ def trial_session(request: Request) -> Iterator[None]:
             now = here.get(name, "none")
             if before != now:
                 problem = (
-                    f"run_dir={request.run_dir}: holds trials from other conditions, {name} was"
-                    f" {before} and is {now}; use another run_dir"
+                    f"run_dir={request.run_dir}: holds trials from other conditions: {name} was"
+                    f" {before} and is {now}; use run_dir={request.run_dir}_new"
                 )
                 raise ConfigError([problem])
     with request.stop.listening():
@@ -123,8 +123,8 @@ def lock_run_dir(request: Request) -> None:
     except run_lock.LockHeldError as error:
         raise ConfigError(
             [
-                f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use"
-                " another run_dir"
+                f"run_dir={request.run_dir}: in use by another study, {error}; wait until that"
+                f" study ends, or use run_dir={request.run_dir}_new"
             ]
         ) from None
     except OSError as error:
@@ -193,8 +193,8 @@ def recorded_outcome(trial: Trial) -> Outcome | None:
     if record["words"] != trial.overrides:
         differing = " ".join(sorted(set(record["words"]) ^ set(trial.overrides)))
         problem = (
-            f"run_dir={trial.run_dir}: holds a trial with other settings ({differing}); use another"
-            " run_dir"
+            f"run_dir={trial.run_dir}: holds a trial with other settings ({differing}); give the"
+            " study a new run_dir"
         )
         raise ConfigError([problem])
     return read_outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)

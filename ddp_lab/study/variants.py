@@ -138,8 +138,8 @@ def _check_overrides(request: Request, variants: list[Variant]) -> list[str]:
     """Problems with overrides of the command line that the study sets for each variant."""
     varied = {key_of(override) for variant in variants for override in variant.overrides}
     return [
-        f"{override}: study={request.name} sets {key_of(override)} for each variant; leave it out,"
-        " or change study.variants"
+        f"{override}: study={request.name} sets {key_of(override)} for each variant; leave out"
+        f" {key_of(override)}, or change study.variants"
         for override in request.overrides
         if key_of(override) in varied
     ]
@@ -285,7 +285,7 @@ def _check_names(
         if variant.part == "variants" and variant.against in names and variant.against not in kept
     }
     for base, name in left_out.items():
-        problems.append(f"study.only: leaves out {base}, the baseline of {name}; add it")
+        problems.append(f"study.only: leaves out {base!r}, the baseline of {name!r}; add {base!r}")
     for folder, count in sorted(Counter(variant.folder for variant in expanded).items()):
         if count > 1:
             problems.append(f"study.variants: {folder}: two variants have this name; rename one")
@@ -320,6 +320,5 @@ def _single_host_only(config: Config) -> list[str]:
     if config.launch.nnodes == 1:
         return []
     return [
-        f"launch.nnodes={config.launch.nnodes}: a study runs on one host, and not on several; leave"
-        " it out"
+        f"launch.nnodes={config.launch.nnodes}: a study runs on one host; leave out launch.nnodes"
     ]

@@ -151,11 +151,11 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
             weight = results.largest_weight_difference(mine.run_dir, theirs.run_dir)
         rows.append([name, other, loss, weight])
     note = (
-        "Losses at every step that both logged; weights at the end. 0: equal bit for bit. Rounding"
-        " differences grow with the number of steps, and jump where they change which side of a"
-        " maximum or a ReLU is taken; with tuning.precision=fp64 they are below 1e-12. Batch norm"
-        " over each process's own samples is a different computation, which differs in any"
-        " precision."
+        "Compares the losses of every step that both variants logged, and the weights at the"
+        " end. 0 means equal bit for bit. Differences by rounding grow with the number of steps,"
+        " and jump where they change the side of a maximum or a ReLU; with tuning.precision=fp64"
+        " they are below 1e-12. Batch norm over each process's own samples is a different"
+        " computation, whose result differs in any precision."
     )
     return Table("Agreement", columns, rows, note)
 
@@ -187,8 +187,8 @@ def in_short(study: Study, outcomes: Outcomes) -> Table:
         rows.append([variant.name, value, gain, *agreement, result.partition(":")[0]])
     columns = ["variant", metric.label, effect, "agreement", "with", "result"]
     note = (
-        f"{effect}: by the median; agreement: the largest difference of the weights at the end, 0:"
-        " equal bit for bit."
+        f"{effect}: compares the medians. agreement: the largest difference of the weights at the"
+        " end; 0 means equal bit for bit."
     )
     return Table("In short", columns, rows, note, kept=columns[1:4])
 

@@ -410,7 +410,8 @@ def test_runs_of_a_proof_or_a_study_share_no_mirror(mirror: Mirror, tmp_path: Pa
     assert for_proof(config_of(mirror, tmp_path), tmp_path).checkpoint.mirror is None
     found = resolve_run(PROGRAM, ["checkpoint.mirror=file:///there"], Hardware(cpus=2))
     assert found.problems == [
-        "checkpoint.mirror=file:///there: all trials would share it; leave it out of a study"
+        "checkpoint.mirror=file:///there: all trials of a study would use the same one; leave this"
+        " key out"
     ]
 
 

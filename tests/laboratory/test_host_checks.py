@@ -64,7 +64,9 @@ def test_a_low_limit_of_open_files_fails() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 120))
 
     finding = apart(lower, host_checks.file_descriptors, config(), namespaces=False)
-    is_failure(finding, 70, "limit 100 per process", "ulimit -n 65536", "the hard limit is 120")
+    is_failure(
+        finding, 70, "a process may open 100 files", "ulimit -n 65536", "the hard limit is 120"
+    )
     assert host_checks.file_descriptors(config()).status == OK
 
 
@@ -125,7 +127,7 @@ def test_a_host_name_must_resolve_to_what_others_reach(tmp_path: Path) -> None:
     )
     is_warning(
         apart(named("lost", hosts), host_checks.host_name, False),
-        "runs on one host do not need one",
+        "only torchrun with gloo needs one for a run on one host",
     )
     debian = named("debian", hosts, "127.0.1.1 debian\n")
     is_failure(

@@ -61,13 +61,13 @@ def test_hosts_are_alike_only_as_far_as_they_answer() -> None:
     for finding in compared(facts(2), 3):
         assert finding.status == OK and "2 of 3 hosts" in finding.detail, finding
     for finding in compared(facts(1), 2):
-        assert finding.status == SKIPPED and finding.detail == "only one host answers", finding
+        assert finding.status == SKIPPED and finding.detail == "only one host answered", finding
 
 
 def test_data_without_digests_is_skipped() -> None:
     own = config(data={"name": "custom", "target": "my.Data"})
     made = config()
-    for one, why in ((own, "known only to its own code"), (made, "digits: no files to compare")):
+    for one, why in ((own, "known only to its code"), (made, "digits: no files to compare")):
         everybody = facts(3)
         for number in everybody:
             everybody[number]["data"] = host_checks.data_digest(one)
@@ -90,7 +90,7 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
         others[0] |= {"address": "", "port": 1}
         others[1] |= place
         nowhere = multihost_checks.connections(others, 1)
-        is_failure(nowhere, 69, "node0 (:1): it has no address", "ip_local_port_range")
+        is_failure(nowhere, 69, "node0 (:1): the host has no address", "ip_local_port_range")
         assert "node2" not in nowhere.detail
     is_failure(
         multihost_checks.connections(others, 0), 69, f"node2 (127.0.0.1:{port}): Connection refused"

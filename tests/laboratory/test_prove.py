@@ -68,7 +68,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"model": "CountingInBuffer"},
         "state",
         "gradients",
-        "forward passes change calls, and the loss depends on it",
+        "forward passes change calls, on which the loss depends",
     ),
     "a global count": (
         {"model": "Global"},
@@ -98,7 +98,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"model": "Recurrent", "collate": "padded", "transform": []},
         "padding",
         "gradients",
-        "the result depends on how a batch is put together",
+        "the result depends on how a batch is collated",
     ),
     "a score by batch": ({"task": "ScoredByBatch"}, "batches", "evaluation", "recall is "),
     "shuffled when it is made": (

@@ -236,7 +236,7 @@ def test_the_command_tells_a_script_that_is_no_session(
     script = tmp_path / "train.py"
     script.write_text("print('nothing')")
     assert prove_script([str(script)]) == 70
-    assert "on 1 process no update was seen" in capfd.readouterr().out
+    assert "on 1 process the script made no update of weights" in capfd.readouterr().out
 
 
 @pytest.mark.slow

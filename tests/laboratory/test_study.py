@@ -144,7 +144,7 @@ def test_trials_of_other_conditions_are_not_mixed_with_new_ones(
         )
         with pytest.raises(
             ConfigError,
-            match=r"holds trials from other conditions, [\w-]+ was .*; use another run_dir",
+            match=r"holds trials from other conditions: [\w-]+ was .*; use run_dir=.*_new",
         ):
             enter(request)
     write_json(record, {"words": [], "exit_code": 0, "seconds": 1.0, "conditions": here})

@@ -136,7 +136,7 @@ def test_later_override_replaces_earlier() -> None:
         ),
         (
             ["study=strategies", "study.only=[single,'ddp, SyncBN']"],
-            "study.only: leaves out ddp, batch norm, the baseline of ddp, SyncBN; add it",
+            "study.only: leaves out 'ddp, batch norm', the baseline of 'ddp, SyncBN'; add",
         ),
         (
             ["study=strategies", "study.metric=test.accuracyy"],

@@ -49,7 +49,7 @@ def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
     assert again.choose(rows, [*rows, own], TrialNumbers(tmp_path, 2, "later")) is None, (
         "it is known"
     )
-    assert "600 samples/s beside 3 others, 800 alone" in again.text(
+    assert "600 samples/s beside 3 other trials, and 800 alone" in again.text(
         rows
     ) and " 3.00 times the work" in again.text(rows)
     append_row(tmp_path, own)
