@@ -340,7 +340,8 @@ def require_memory_for(samples: int) -> None:
         raise DataError(
             f"the data set has {samples:,} samples; their indices alone take {needed / 2**30:,.0f}"
             f" GiB, and this host has {memory / 2**30:,.0f} GiB",
-            "let __len__ return the number of samples of an epoch, or use data.limit=NUMBER",
+            "let __len__ of the data set return the number of samples of an epoch, or use"
+            " data.limit=NUMBER",
         )
 
 

@@ -68,9 +68,9 @@ class Epochs:
                 f"data._target_: {type(self.dataset).__name__} had"
                 f" {counted(self.samples, 'sample')} when the run began, but has"
                 f" {len(self.dataset):,} in epoch {wanted}",
-                "return the same len() in every epoch (set_epoch(epoch) may change the samples"
-                " themselves), or write a loop of your own (ddp_train.session), whose epochs may"
-                " differ in length",
+                "return the same len() in every epoch; set_epoch(epoch) may change the samples"
+                " themselves. For epochs of different lengths write a loop of your own"
+                " (ddp_train.session)",
             )
 
     @contextlib.contextmanager

@@ -216,7 +216,7 @@ def check_same_data(
     changed = next(key for key in {**before, **now} if before.get(key) != now.get(key))
     if changed == "count":
         then = before.get("count", "an unknown number")
-        what = f"it has {now['count']} samples now, and had {then}"
+        what = f"the training set has {now['count']} samples now, and had {then}"
     elif changed.isdigit():
         what = f"sample {changed} differs"
     else:
@@ -224,9 +224,9 @@ def check_same_data(
     where = f" in data.root={root}" if root else ""
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "restore the old data, or start a new run with checkpoint.resume=never; if the files are"
-        " unchanged, the data set has another order each time it is created: seed its random"
-        " numbers, and loop over sorted(...) where it loops over a Python set",
+        "restore the old data, or start a new run with checkpoint.resume=never. If the files are"
+        " unchanged, the data set has another order each time it is created: let it seed its"
+        " random numbers, and loop over sorted(...) in place of a Python set",
     )
 
 
@@ -247,9 +247,9 @@ def _digest(source: BatchSource, number: int) -> str:
             raise DataError(
                 f"sample {number} of the data set is on {tensor.device}; samples must be on the"
                 " CPU, and each batch is moved to the GPU",
-                "leave the data on the CPU; to hold it on the GPU use data.placement=device, or in"
-                " a session index it with the numbers from run.loader(range(n),"
-                " global_batch_size=...)",
+                "let the data set return tensors on the CPU. To hold the data on the GPU, use"
+                " data.placement=device; in a session, index them with the numbers from"
+                " run.loader(range(n), global_batch_size=...)",
             )
         content = tensor.contiguous().view(-1).view(torch.uint8)
         digest.update(content.numpy().tobytes())

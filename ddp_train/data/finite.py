@@ -36,7 +36,7 @@ def _non_finite(source: BatchSource, numbers: list[int], epoch: int | None) -> l
             batch = source.get_batch(np.array([number]), epoch)
         except Exception as error:  # noqa: BLE001  code of the user's, and training has failed already
             log.warning(
-                "sample %d is not searched for NaN: it cannot be read by itself: %s",
+                "sample %d cannot be read by itself, so it is not searched for NaN: %s",
                 number,
                 first_line(error),
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddp_train.errors import DataError
+from ddp_train.text import see_page
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +19,8 @@ PNG_BITS = 24
 """The place of a PNG file's bits per number; that of its colour type follows."""
 PNG_GRAY = 0
 OVER_8_BITS = (
-    "scale its values to 0 to 255 yourself (docs/guides/data.md#image-folders), or return a tensor"
-    " from a data set of your own"
+    "scale the values of the file to 0 to 255 and save it with 8 bits, or return a tensor from a"
+    f" data set of your own{see_page('Data')}"
 )
 """The remedy for an image whose pixels are not numbers from 0 to 255."""
 
@@ -29,8 +30,8 @@ class NotPixelsError(ValueError):
 
     def __init__(self, mode: str) -> None:
         super().__init__(
-            f"an image of PIL's mode {mode}, whose values may lie outside of 0 to 255, and PIL"
-            " would clip them"
+            f"an image of PIL's mode {mode}, whose values may lie outside of 0 to 255; PIL would"
+            " clip these"
         )
 
 

@@ -165,8 +165,8 @@ class Draws:
         if mark not in self.numbers:
             if torch._C._current_graph_task_id() != -1:
                 raise DataError(
-                    f"ddp_train.{name}: called again in the backward pass with another random"
-                    " state than in the forward pass, so it cannot draw the same numbers",
+                    f"ddp_train.{name}: the backward pass calls it again, with another random"
+                    " state than the forward pass, so it cannot draw the same numbers",
                     "use torch.utils.checkpoint.checkpoint(..., preserve_rng_state=True), its"
                     " default, and call backward() in the step of the forward pass",
                 )
@@ -203,8 +203,8 @@ def _draw_bits(x: Tensor, name: str, rows: Rows) -> Tensor | None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise LaunchError(
             f"ddp_train.{name}: a captured step would draw the same numbers in each replay",
-            "use tuning.cuda_graph=false; in a CUDA graph of your own, draw before each replay and"
-            " copy the numbers in",
+            "use tuning.cuda_graph=false. With a CUDA graph of your own, draw before each"
+            " replay, and copy the numbers into a static tensor",
         )
     samples = len(share.indices)
     if not share.num_real and x.ndim and not len(x):

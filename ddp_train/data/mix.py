@@ -103,9 +103,10 @@ class Mix:
             lowest = int(labels.min())
             highest = int(labels.max())
             raise DataError(
-                f"the data set says that it has {self.classes} classes, but its labels go from"
-                f" {lowest} to {highest}",
-                "name every class in the attribute `classes` of the data set",
+                f"the data set declares {self.classes} classes, but its labels go from {lowest}"
+                f" to {highest}",
+                "name every class in the attribute `classes` of the data set, and let labels"
+                " begin at 0",
             ) from error
 
     def _check_pair(self, data: Any) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
-LIMIT = "use data.limit=1000, which holds for each set, or give it a __len__"
+LIMIT = "use data.limit=1000, which holds for each set, or give the stream a __len__"
 BY_STEPS = "; for training without epochs use train.epochs=null train.max_steps=1000"
 _NOTHING = object()
 
@@ -177,11 +177,11 @@ class NumberedStream:
             sample = self._next()
             if sample is _NOTHING:
                 raise DataError(
-                    f"data._target_: {self.name} gave {counted(self.place + 1, 'sample')} in epoch"
-                    f" {self.epoch + 1}, but {self.length:,} were expected (its __len__, or"
-                    " counted in an earlier epoch)",
-                    "give as many samples in each epoch, or use data.limit=NUMBER with no more"
-                    " than the shortest epoch has; to train without epochs use train.epochs=null"
+                    f"data._target_: {self.name} gave {counted(self.place + 1, 'sample')} in"
+                    f" epoch {self.epoch + 1}, but {self.length:,} were expected, by its __len__"
+                    " or an earlier epoch",
+                    "give as many samples in each epoch, or use data.limit=NUMBER of the"
+                    " shortest epoch. To train without epochs, use train.epochs=null"
                     " train.max_steps=NUMBER",
                 )
             self.place += 1
@@ -223,9 +223,10 @@ class NumberedStream:
                     f"data._target_: {self.name} gives other samples each time it is iterated"
                     f" (first seen at sample {number:,}), so a resumed run would train on other"
                     " samples",
-                    "let its samples depend on its arguments and on set_epoch(epoch) alone; draw"
-                    " random numbers from torch's, numpy's or Python's global generators, which"
-                    " are seeded, or from a generator that __iter__ creates",
+                    "let the samples depend on the arguments of the class and on"
+                    " set_epoch(epoch) alone. Draw random numbers from torch's, numpy's or"
+                    " Python's global generators, which the run seeds, or from a generator that"
+                    " __iter__ creates with a fixed seed",
                 )
 
     def _digests(self, state: str, most: int, seconds: float = 0.0) -> tuple[list[int], bool]:

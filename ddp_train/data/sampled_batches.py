@@ -211,8 +211,8 @@ class SampledBatches:
         except TypeError:
             raise DataError(
                 f"{self.name} gave {str(batch)[:80]}, which are not numbers of samples",
-                "let a batch_sampler give lists of whole numbers, and a sampler whole numbers; put"
-                " whatever else a sample needs into the data set",
+                "let a batch_sampler give lists of whole numbers, and a sampler whole numbers;"
+                " let the data set give whatever else a sample needs",
             ) from None
         if not len(numbers):
             raise DataError(f"{self.name} gave a batch without samples", "leave empty batches out")

@@ -72,8 +72,9 @@ class SampledEpochs:
                 raise ConfigError(
                     [
                         f"{self.option}: {self.name} gives another order each time it is created,"
-                        " and a resumed run could not repeat it; let it draw from torch's, numpy's"
-                        " or Python's global generators, or from one with a fixed seed"
+                        " so a resumed run would train in another order; let it draw from"
+                        " torch's, numpy's or Python's global generators, or from one with a"
+                        " fixed seed"
                     ]
                 )
 
@@ -127,8 +128,8 @@ class SampledEpochs:
         if count != self.length:
             raise DataError(
                 f"{self.option}: {self.name} gave {counted(count, self.unit)} in epoch"
-                f" {epoch + 1}, but its __len__ was {self.length:,}, and steps are planned by that",
-                "make both the same in each epoch, or train in a loop of your own"
+                f" {epoch + 1}, but its __len__, by which steps are planned, was {self.length:,}",
+                "give as many as __len__ says in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 
@@ -168,7 +169,7 @@ class SampledEpochs:
         if length:
             return length
         rule = "needs a __len__ above 0, by which steps are planned"
-        remedy = "add it, or train in a loop of your own (ddp_train.session)"
+        remedy = "add a __len__, or train in a loop of your own (ddp_train.session)"
         raise ConfigError([f"{self.option}: {self.name} {rule}; {remedy}"])
 
 
@@ -203,16 +204,15 @@ class EpochsInBatches(SampledEpochs):
         largest = int(np.diff(drawn.cuts).max())
         if largest > self.largest:
             raise DataError(
-                f"{found} a batch of {largest:,} samples, but"
-                f" train.global_batch_size={self.largest} is the most that a batch may have over"
-                " all processes",
+                f"{found} a batch of {largest:,} samples, but the batches of all processes"
+                f" together may have at most train.global_batch_size={self.largest}",
                 f"use train.global_batch_size={largest} or more",
             )
         if epoch and len(drawn.numbers) != len(self):
             raise DataError(
                 f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, but {len(self):,}"
-                " in epoch 1, by which the run counts samples",
-                "make it give as many samples in each epoch, or train in a loop of your own"
+                " in epoch 1",
+                "give as many samples in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 

@@ -56,7 +56,7 @@ class TorchvisionImages:
         except (RuntimeError, OSError, ValueError) as error:
             remedy = "check data.root; add data.download=true"
             if download:
-                remedy = "check data.root; check the network, or copy the files there"
+                remedy = "check the network, or copy the files to data.root"
             raise DataError(f"data={self.name} in data.root={root}: {error}", remedy) from error
         images = torch.as_tensor(dataset.data)
         if images.ndim == 3:

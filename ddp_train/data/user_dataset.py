@@ -29,15 +29,15 @@ from ddp_train.data.sample_transforms import (
 from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
-from ddp_train.text import counted, first_line
+from ddp_train.text import counted, first_line, see_page
 
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SeedGenerators = Callable[[int], None]
 """Seeds the global generators with a key."""
 MAP_STYLE = (
-    "return a map-style data set, which has both, or an iterable one, which has __iter__"
-    " (docs/guides/data.md)"
+    "return a map-style data set, which has both, or an iterable one, which has"
+    f" __iter__{see_page('Data')}"
 )
 
 

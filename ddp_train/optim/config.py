@@ -22,7 +22,7 @@ class BuiltInOptimizerConfig(OptimizerConfig):
     )
     lr_scaling: str = key(
         "none",
-        "multiply lr by global_batch_size / lr_base_batch, or its root",
+        "multiply lr by train.global_batch_size / lr_base_batch (linear), or by its root (sqrt)",
         choices=("none", "linear", "sqrt"),
     )
     lr_base_batch: int = key(
@@ -41,13 +41,14 @@ class BuiltInOptimizerConfig(OptimizerConfig):
             yield Problem(
                 f"optimizer.lr_base_batch={self.lr_base_batch}",
                 "has an effect only with optimizer.lr_scaling",
-                "add optimizer.lr_scaling=linear, or leave it out",
+                "add optimizer.lr_scaling=linear, or leave optimizer.lr_base_batch out",
             )
         if self.lr_scaling != "none" and has_default and run.config.data.batch_by == "tokens":
             yield Problem(
                 f"optimizer.lr_scaling={self.lr_scaling}",
-                "with data.batch_by=tokens optimizer.lr_base_batch is in tokens too",
-                "set optimizer.lr_base_batch=TOKENS, the batch that optimizer.lr is for",
+                "with data.batch_by=tokens optimizer.lr_base_batch must be given, in tokens",
+                "add optimizer.lr_base_batch=TOKENS, the global batch for which optimizer.lr was"
+                " chosen",
             )
         yield from super().problems(run)
 

@@ -55,9 +55,9 @@ class CustomOption:
     """The keys of every option that is code of your own."""
 
     target: str = key(
-        "", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True
+        "", "dotted path of your own class or function, whose code then runs", may_be_empty=True
     )
-    arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
+    arguments: dict[str, Any] = key({}, "keyword arguments of that class or function, plain values")
     name: str = NAME
     is_custom: ClassVar[bool] = True
 
@@ -126,14 +126,14 @@ class CustomScheduleConfig(CustomOption, ScheduleConfig):
 
     interval: str = key(
         "step",
-        "when a scheduler makes a step: after each optimizer step, or each epoch; one that follows"
-        " a metric does so after each evaluation",
+        "when a scheduler steps: after each optimizer step, or after each epoch; a scheduler"
+        " that follows a metric always steps after each evaluation",
         choices=("step", "epoch"),
     )
     metric: str = key(
         "auto",
-        "what ReduceLROnPlateau looks at, validation.NAME or test.NAME; auto: the loss of the set"
-        " that is scored",
+        "the metric that ReduceLROnPlateau follows, validation.NAME or test.NAME; auto: the loss"
+        " of the validation set, or of the test set if there is none",
     )
 
     def paths(self) -> Iterator[tuple[str, str]]:
@@ -195,38 +195,44 @@ class CustomDataConfig(CustomOption, DataConfig):
     drop_last: bool = drop_last()
     batch_by: str = key(
         "samples",
-        "what the global batch counts; tokens: samples of about one length together, by the data's"
-        " `lengths`",
+        "what train.global_batch_size counts; tokens: a batch has samples of similar length, by"
+        " the attribute `lengths` of the data set",
         choices=("samples", "tokens"),
     )
     splits: dict[str, Any] = key(
         {},
-        "arguments of one split each, {train: {...}, test: {...}}; {}: by `split` or `train` of the"
-        " class's signature",
+        "arguments of your class for each split, {train: {...}, test: {...}}; {}: the class is"
+        " called with its argument `split` or `train`",
     )
     validation_sets: dict[str, Any] = named_validation_sets(ARGUMENTS)
     test_sets: dict[str, Any] = named_test_sets(ARGUMENTS)
     fields: list[str] = key(
-        [], "of samples that are dicts: these become the sample, [image,label]; []: the dict"
+        [],
+        "for samples that are dicts: the keys whose values become the sample,"
+        " [image,label]; []: the sample stays a dict",
     )
     transform: list[Any] = key(
-        [], "classes that change a training sample in turn: [{_target_: package.Name, ...}]"
+        [], "transforms of a training sample, in their order: [{_target_: package.Name, ...}]"
     )
     test_transform: list[Any] | None = key(
-        None, "the same for samples that are scored; null: those of data.transform"
+        None, "transforms of a sample of a validation or test set; null: those of data.transform"
     )
     outputs: int | None = key(
         None,
-        "outputs that a model needs, the number of classes; null: the data set's own `classes`",
+        "number of outputs of the model, for example of classes; null: by the attribute"
+        " `classes` of the data set",
         at_least=1,
     )
     placement: str = key(
         "host",
-        "where the data are held; device: whole, by get_batch and to of your class",
+        "where the data are held; device: all samples on the GPU, by the methods get_batch and"
+        " to of your class",
         choices=("host", "device"),
     )
     collate_fn: str | None = key(
-        None, "package.function from samples to a batch; null: the data set's, or torch's own"
+        None,
+        "package.function that makes a batch of a list of samples; null: the data set's"
+        " collate_fn, or torch's default",
     )
 
     @property
@@ -328,7 +334,7 @@ class CustomDataConfig(CustomOption, DataConfig):
             if name != "train" and telling(name) == telling("train"):
                 yield Problem(
                     f"data.splits={shown(self.splits)}",
-                    f"training and {name} set would be the same samples",
+                    f"the training and the {name} set would have the same samples",
                     f"use data.splits.train.NAME=VALUE data.splits.{name}.NAME=VALUE with"
                     " different values",
                 )
@@ -343,7 +349,7 @@ class CustomDataConfig(CustomOption, DataConfig):
             instead = "leave out data.splits.validation"
         yield Problem(
             f"data.validation={self.validation:g}",
-            "contradicts data.splits.validation, which validates",
+            "contradicts data.splits.validation, which gives the validation set",
             instead,
         )
 

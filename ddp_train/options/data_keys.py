@@ -9,8 +9,8 @@ from ddp_train.options.key import key
 
 def validation_part() -> Any:
     meaning = (
-        "part of the training set that validates; 0: none; null: the data set's own validation"
-        " split, if any"
+        "fraction of the training set that is held out for validation; 0: none; null: the data"
+        " set's own validation split, if it has one"
     )
     return key(None, meaning, at_least=0, below=1)
 
@@ -33,16 +33,16 @@ def mixing_alpha(what: str) -> Any:
 
 def sampler() -> Any:
     meaning = (
-        "class of a sampler that gives the numbers of an epoch's samples, {_target_:"
-        " my.Sampler, num_samples: 500}; {}: each sample once, in a new order"
+        "class of a sampler that gives the indices of an epoch's samples, {_target_: my.Sampler,"
+        " num_samples: 500}; {}: each sample once, shuffled in each epoch"
     )
     return key({}, meaning)
 
 
 def batch_sampler() -> Any:
     meaning = (
-        "class of a batch sampler that gives an epoch's global batches as lists of numbers of"
-        " samples, at most train.global_batch_size each: {_target_: my.BatchSampler}; {}: none"
+        "class of a batch sampler that gives an epoch's global batches as lists of indices, at"
+        " most train.global_batch_size each: {_target_: my.BatchSampler}; {}: none"
     )
     return key({}, meaning)
 
@@ -53,7 +53,7 @@ def drop_last() -> Any:
 
 def sample_weights() -> Any:
     meaning = (
-        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy"
-        " or text, with a weight for each; null: each sample once"
+        "draw the samples of an epoch with replacement; balanced: all classes equally often;"
+        " FILE (.npy or text): by a weight for each sample; null: each sample once"
     )
     return key(None, meaning)

@@ -78,7 +78,7 @@ class StrategyConfig:
         if not self.has_process_group and count > 1 and not run.may_change_size:
             yield Problem(
                 f"strategy={self.name}",
-                f"runs in one process, and {count} were asked for",
+                f"runs in one process, not in {count}",
                 "use strategy=ddp, or launch.nproc_per_node=1 launch.nnodes=1",
             )
 
@@ -98,11 +98,14 @@ class ModelConfig:
 
     init_from: str | None = key(
         None,
-        "begin with the weights of a file (.safetensors, .pt), a run or a checkpoint; strict",
+        "start with the weights of a file (.safetensors, .pt), a run or a checkpoint; all names"
+        " and shapes must fit the model",
         is_path=True,
     )
     init_ignore: list[str] = key(
-        [], "globs over names that init_from leaves alone, [head.*]: in the model and the file"
+        [],
+        "globs over names of tensors that model.init_from skips, in the model and in the"
+        " file: [head.*]",
     )
     freeze: list[str] = key(
         [],
@@ -152,13 +155,13 @@ class ModelConfig:
             yield Problem(
                 f"model.init_ignore={shown(self.init_ignore)}",
                 "has an effect only with model.init_from",
-                "add model.init_from=PATH, or leave it out",
+                "add model.init_from=PATH, or leave model.init_ignore out",
             )
         if self.freeze_epochs is not None and not self.freeze:
             yield Problem(
                 f"model.freeze_epochs={self.freeze_epochs}",
                 "has an effect only with model.freeze",
-                "add model.freeze=[GLOB], or leave it out",
+                "add model.freeze=[GLOB], or leave model.freeze_epochs out",
             )
 
     def _misfits(self, data: DataConfig) -> Iterator[Problem]:
@@ -358,7 +361,8 @@ class DataConfig:
             yield Problem(
                 f"data.validation={self.validation:g}",
                 f"windows of data={self.name} overlap, so none can be held out for validation",
-                "leave it out; the test set is data.test_part of the text, or a file named val",
+                "leave data.validation out, and use the test set: data.test_part of the text, or"
+                " a file with val in its name",
             )
         if self.weights and self.batch_by == "tokens":
             yield Problem(
@@ -372,7 +376,7 @@ class DataConfig:
             yield Problem(
                 f"data.weights={self.weights}",
                 f"data={self.name} has no class labels",
-                "use data.weights=FILE with a weight for each sample, or leave it out",
+                "use data.weights=FILE with a weight for each sample, or leave data.weights out",
             )
 
     def _sampler_problems(self) -> Iterator[Problem]:
@@ -388,7 +392,7 @@ class DataConfig:
         if self.batch_sampler and self.drop_last:
             yield Problem(
                 "data.drop_last=true",
-                "contradicts data.batch_sampler, which gives the batches themselves",
+                "contradicts data.batch_sampler, which decides on the batches",
                 "leave it out",
             )
 
@@ -402,17 +406,17 @@ class DataConfig:
         if target.rpartition(".")[2] == "DistributedSampler":
             yield Problem(
                 found,
-                "gives each process a part of the samples, and the launcher does that already",
+                "would divide the samples among the processes, which the launcher does already",
                 "leave it out",
             )
         for name, value in given.items():
             if isinstance(value, dict) and "_target_" in value:
                 yield Problem(
                     f"{option}.{name}={shown(value)}",
-                    f"would be passed as a dict, for only {option}._target_ is created",
-                    f"use data.sampler={shown(value)}, and the run makes the batches (with"
-                    " data.drop_last=true only full ones), or a class of your own that creates"
-                    " both",
+                    f"would be passed to {option}._target_ as a dict",
+                    f"use data.sampler={shown(value)}, from which the run makes the batches (with"
+                    " data.drop_last=true only full ones), or a batch sampler of your own that"
+                    " creates this object itself",
                 )
         others = {
             f"data.weights={self.weights}": self.weights is not None,
@@ -423,7 +427,7 @@ class DataConfig:
             if is_given:
                 yield Problem(
                     found,
-                    f"contradicts {other}: both say which samples meet in a batch",
+                    f"contradicts {other}, which also decides on the samples of a batch",
                     "give one of them",
                 )
 
@@ -479,7 +483,7 @@ class DataConfig:
             yield Problem(
                 f"data.weights={weights}",
                 "no such file",
-                f"use balanced, or the path of a .npy or text file{guess}",
+                f"use data.weights=balanced, or the path of a .npy or text file{guess}",
             )
 
 
@@ -489,16 +493,16 @@ class OptimizerConfig:
 
     groups: list[dict[str, Any]] = key(
         [],
-        "other arguments for parts of the model, [{match: head.*, lr: 1e-2, weight_decay: 0}]:"
-        " globs over names of parameters, the first match wins",
+        "other arguments for some parameters, [{match: head.*, lr: 1e-2, weight_decay: 0}];"
+        " match is a glob over their names, and the first match wins",
         example="[{match: head.*, lr: 0.01}]",
     )
     layer_decay: float | None = key(
         None,
-        "the learning rate of a layer is that of the next one times this. Layers are the blocks:"
-        " the members of the outermost nn.Sequential, ModuleList or ModuleDict with two or more of"
-        " one class; what comes before is the first layer, what comes after the last; without such,"
-        " the children of the model",
+        "each layer has the learning rate of the layer after it, times this factor. The layers"
+        " are the members of the outermost nn.Sequential, ModuleList or ModuleDict that has two"
+        " or more of one class; modules before these are the first layer, modules after these"
+        " the last. In a model without one, its children are the layers",
         above=0,
         at_most=1,
     )
@@ -610,8 +614,8 @@ class ScheduleConfig:
     )
     warmup_at_most: float | None = key(
         None,
-        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run"
-        " is refused",
+        "the warm-up is cut to this fraction of the run; null: a warm-up as long as the run is"
+        " an error",
         above=0,
         below=1,
     )
@@ -638,13 +642,13 @@ class ScheduleConfig:
             yield Problem(
                 f"schedule.warmup_epochs={by_epochs:g}",
                 f"must end before the run, which has train.epochs={epochs}",
-                f"use less than {epochs}",
+                f"use schedule.warmup_epochs below {epochs}",
             )
         if train.max_steps is not None and self.warmup_steps >= train.max_steps:
             yield Problem(
                 f"schedule.warmup_steps={self.warmup_steps}",
                 f"must end before the run, which has train.max_steps={train.max_steps}",
-                f"use less than {train.max_steps}",
+                f"use schedule.warmup_steps below {train.max_steps}",
             )
 
     def notices(self, run: RequestedRun) -> Iterator[str]:
@@ -658,18 +662,19 @@ class Config:
 
     mode: str = key(
         "train",
-        "train; score a checkpoint, predict with it, or export its model; compare runs; examine"
-        " this host; prove a job",
+        "evaluate, predict and export use a checkpoint; study compares runs; doctor examines"
+        " this host; prove tests whether the result depends on the number of processes",
         choices=("train", "evaluate", "predict", "export", "study", "doctor", "prove"),
     )
     name: str = key(
         "default",
-        "name of the run; it is kept in runs/NAME/... unless run_dir is given",
+        "name of the run, whose folder is runs/NAME/... unless run_dir is given",
         is_path=True,
     )
     run_dir: str | None = key(
         None,
-        "directory of the run; given again, the run resumes, and given alone, as it was",
+        "directory of the run; a run that is already there resumes, and for that run_dir=PATH"
+        " alone is enough",
         is_path=True,
     )
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
@@ -677,7 +682,9 @@ class Config:
         "auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu")
     )
     deterministic: Union[bool, str] = key(
-        "auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO
+        "auto",
+        "the same bits in each repetition of a run; auto: on CPU and with strategy=ordered",
+        **AUTO,
     )
     objective: str = key(
         "auto",
@@ -687,7 +694,7 @@ class Config:
     metrics: list[dict[str, Any]] = key(
         [],
         "further metrics of evaluations, classes of torchmetrics: [{_target_: torchmetrics.NAME,"
-        " ARGUMENT: ...}]; each takes name: NAME and better: max or min, too",
+        " ARGUMENT: ...}]; an item may also have name: NAME and better: max or min",
     )
     hooks: list[Any] = key(
         [],
@@ -695,7 +702,9 @@ class Config:
         " ARGUMENT: ...}; called between steps, or entered as context managers around training",
         example="[package.Name] or [{_target_: package.Name, argument: 1}]",
     )
-    trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
+    trusted_modules: list[str] = key(
+        [], "packages of your own that `_target_` in a checkpoint's config may load code from"
+    )
     reasons: dict[str, str] = field(default_factory=dict)
     """The reason for the value that `auto` chose, by the name of the switch. Not a key: filled in
     when `auto` is resolved."""

@@ -14,21 +14,25 @@ DEFAULT_EPOCHS = 30
 class LaunchConfig:
     nproc_per_node: Union[int, str] = key(
         "auto",
-        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: that may change"
-        " during the run",
+        "processes per host; auto: one per GPU, or 2 on CPU; LOW:HIGH, as 2:8 or 2:auto: the"
+        " number may change during the run",
         at_least=1,
         may_be_range=True,
         **AUTO,
     )
     nnodes: Union[int, str] = key(
-        1, "hosts; LOW:HIGH, as 2:3: they may leave and join", at_least=1, may_be_range=True
+        1,
+        "number of hosts; LOW:HIGH, as 2:3: hosts may leave and join during the run",
+        at_least=1,
+        may_be_range=True,
     )
     rdzv_endpoint: str | None = key(
         None, "HOST:PORT of one of the hosts, where all hosts of a run meet"
     )
     max_restarts: int = key(
         0,
-        "restarts after a failure; each new step that is kept or saved resets the count",
+        "most restarts after failures; the count starts again after each new step that is kept"
+        " or saved",
         at_least=0,
     )
     backend: str = key(
@@ -76,9 +80,13 @@ class EarlyStoppingConfig:
         at_least=1,
     )
     metric: str = key(
-        "auto", "validation.NAME or test.NAME; auto: the loss of the set that is scored"
+        "auto",
+        "the metric that must improve, validation.NAME or test.NAME; auto: the loss of"
+        " the validation set, or of the test set if there is none",
     )
-    min_delta: float = key(0.0, "smallest change that is an improvement", at_least=0)
+    min_delta: float = key(
+        0.0, "smallest change of the metric that counts as an improvement", at_least=0
+    )
 
 
 @dataclass
@@ -91,12 +99,13 @@ class TrainConfig:
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
     epochs: int | None = key(
         None,
-        "passes over the training set; null: 30, or with train.max_steps as many as these take",
+        "passes over the training set; null: 30, or as many as train.max_steps takes",
         at_least=1,
     )
     max_steps: int | None = key(
         None,
-        "stop after this many optimizer steps; beside train.epochs: after what comes first",
+        "stop after this many optimizer steps; if train.epochs is given too, what comes first"
+        " ends the run",
         at_least=1,
     )
     max_minutes: float | None = key(
@@ -106,7 +115,9 @@ class TrainConfig:
     )
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
     on_non_finite: str = key(
-        "stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip")
+        "stop",
+        "at a NaN or infinite loss: stop the run, or skip that step",
+        choices=("stop", "skip"),
     )
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
     evaluate_every_epochs: int | None = key(
@@ -128,13 +139,16 @@ class TrainConfig:
         below=1,
     )
     ema_warmup: bool = key(
-        False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)"
+        False,
+        "begin with a smaller decay: at most (1 + n) / (10 + n) after n updates of the average",
     )
     profile_steps: str | None = key(
-        None, "FIRST:LAST, steps to trace by torch's profiler; null: none", is_span=True
+        None, "FIRST:LAST, the steps that torch's profiler traces; null: none", is_span=True
     )
     memory_history: bool = key(
-        False, "keep who allocated which GPU memory, for the snapshot at an out-of-memory error"
+        False,
+        "record which code allocates GPU memory, for the snapshot that is written at an"
+        " out-of-memory error",
     )
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
@@ -150,12 +164,14 @@ class TrainConfig:
 class CheckpointConfig:
     every_steps: int | None = key(
         None,
-        "optimizer steps between two checkpoints; null: one per epoch, or in a run by steps after"
-        " each evaluation",
+        "optimizer steps between two checkpoints; null: a checkpoint after each epoch, or in a"
+        " run without epochs after each evaluation",
         at_least=1,
     )
     every_minutes: float | None = key(
-        None, "also save after this many minutes, at the end of a logging interval", above=0
+        None,
+        "also save whenever this many minutes have passed, after the next line of metrics.jsonl",
+        above=0,
     )
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
     best: bool = key(
@@ -178,7 +194,9 @@ class CheckpointConfig:
         choices=("auto", "best", "last"),
     )
     mirror: str | None = key(
-        None, "URL of this run's folder elsewhere: checkpoints are copied to it, and taken from it"
+        None,
+        "URL of a folder to which checkpoints are copied; a run that has no checkpoint"
+        " of its own resumes from there",
     )
     average: bool = key(
         False, "for mode=predict and export: the average of the weights (train.ema_decay)"
@@ -196,8 +214,8 @@ class EvaluateConfig:
 class PredictConfig:
     split: str = key(
         "test",
-        "the samples that mode=predict predicts for: train, or a set that is scored: test,"
-        " validation, test/NAME",
+        "the set whose samples mode=predict predicts: train, validation, test, validation/NAME"
+        " or test/NAME",
     )
     format: str = key(
         "npz",
@@ -210,7 +228,8 @@ class PredictConfig:
 class ExportConfig:
     formats: list[str] = key(
         ["torch"],
-        "what mode=export writes: torch is torch.export's .pt2, onnx needs '.[onnx]'",
+        "what mode=export writes; torch: a .pt2 of torch.export; onnx needs the packages onnx,"
+        " onnxscript and onnxruntime",
         choices=("torch", "onnx"),
     )
 
@@ -220,14 +239,16 @@ class ProveConfig:
     """The runs and checks that mode=prove makes of a job. docs/operate/prove.md"""
 
     samples: int = key(
-        64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4
+        64,
+        "samples of the largest global batch that is tried; an epoch has 2.5 times as many",
+        at_least=4,
     )
     steps: int = key(6, "optimizer steps of each real run; it is killed half-way", at_least=4)
     seconds: float = key(
-        600.0, "what has not begun by then is skipped, and the proof is incomplete", above=0
+        600.0, "after this time no further check is started, and the proof is incomplete", above=0
     )
     runs: bool = key(
-        True, "start real processes too; false: only the checks that one process can make"
+        True, "also start several processes; false: only the checks that one process can make"
     )
 
 
@@ -245,7 +266,7 @@ class SweepConfig:
         **AUTO,
     )
     baseline: bool = key(
-        False, "one trial runs again, alone, after the others: what did sharing the host cost?"
+        False, "run one trial again after the others, alone, to measure what sharing the host costs"
     )
 
 
@@ -281,7 +302,7 @@ class TuningConfig:
         "auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO
     )
     copy_stream: Union[bool, str] = key(
-        "auto", "copy batches in a CUDA stream of their own; auto: on GPUs", **AUTO
+        "auto", "copy batches to the GPU in a separate CUDA stream; auto: on GPUs", **AUTO
     )
     channels_last: Union[bool, str] = key(
         "auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO
@@ -300,9 +321,10 @@ class TuningConfig:
     )
     buckets: str = key(
         "auto",
-        "DDP's gradient buckets, a graph for each if compiled: default (25 MiB or your size), large"
-        " (125 MiB), one, by_flops (large if a step has few FLOPs a byte, else one); auto over"
-        " NVLink: by_flops if captured, else one",
+        "gradient buckets of DDP: default (strategy.bucket_cap_mb, or 25 MiB), large (125 MiB),"
+        " one, or by_flops (large if a step has few FLOPs for each byte of gradients, else one)."
+        " torch.compile makes a graph for each bucket. auto over NVLink: by_flops if the step is"
+        " captured, else one",
         choices=("auto", "default", "large", "one", "by_flops"),
     )
     triton_kernels: Union[bool, str] = key(
@@ -313,8 +335,8 @@ class TuningConfig:
     )
     conv_sums: bool = key(
         False,
-        "the sums of a batch norm are computed by the convolution before it (cuDNN, package"
-        " nvidia-cudnn-frontend); compiled models in 16 bits",
+        "let each convolution compute the sums of the batch norm after it (cuDNN, package"
+        " nvidia-cudnn-frontend); only for compiled models in fp16 or bf16",
     )
     activation_checkpointing: list[str] = key(
         [],
@@ -328,17 +350,19 @@ class TuningConfig:
     )
     rehearse: bool = key(
         False,
-        "compile and capture before the first step, by steps that are undone: the first epoch is"
-        " like the others",
+        "compile and capture before the first step, in steps that are undone, so that the first"
+        " epoch is as fast as the others",
     )
     gc_freeze: bool = key(
-        True, "exclude what exists before the model is built from garbage collection"
+        True, "exclude the objects that exist before the model is built from garbage collection"
     )
-    bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
+    bias_lint: bool = key(
+        True, "report each bias directly before a norm layer, which subtracts it again"
+    )
     optimizer: str = key(
         "auto",
-        "implementation; auto: fused on GPUs where torch has it, else foreach; default: torch or"
-        " your class decides",
+        "implementation of the optimizer; auto: fused on GPUs if torch has it, else foreach;"
+        " default: torch or your class decides",
         choices=("auto", "loop", "foreach", "fused", "default"),
     )
 

@@ -363,5 +363,5 @@ def _out_of_range(valid: Tensor, expected: str) -> tuple[str, str]:
     stray = low if low < 0 else high
     return (
         f"the pixels of the first targets go from {low} to {high}, {expected}",
-        f"to leave out the pixels with {stray}, use task.ignore_index={stray}",
+        f"to leave out the pixels with target {stray}, use task.ignore_index={stray}",
     )

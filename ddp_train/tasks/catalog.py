@@ -107,7 +107,7 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
             return
         raise ConfigError(
             [
-                f"task=classification: the targets have {targets.shape[1]} parts, but {tells};"
+                f"task=classification: a target has {targets.shape[1]} numbers, but {tells};"
                 " correct one of them, or add data.outputs=NUMBER"
             ]
         )

@@ -8,7 +8,9 @@ from typing import ClassVar
 from ddp_train.options.key import key
 from ddp_train.options.schema import TaskConfig
 
-_CLASS_WEIGHTS = "factor on the loss of each class; the mean stays one over {unit}s"
+_CLASS_WEIGHTS = (
+    "a factor for the loss of each class; the mean loss is still over the number of {unit}s"
+)
 
 
 @dataclass
@@ -40,7 +42,9 @@ class MultilabelConfig(TaskConfig):
     implementation: ClassVar[str] = "ddp_train.tasks.builtin:Multilabel"
     loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
     pos_weight: list[float] | None = key(
-        None, "factor on the loss of a label that applies, for each label", at_least=0
+        None,
+        "for each label, a factor for the loss of samples to which the label applies",
+        at_least=0,
     )
 
 
@@ -66,7 +70,7 @@ class SegmentationConfig(TaskConfig):
     name: str = "segmentation"
     implementation: ClassVar[str] = "ddp_train.tasks.builtin:Segmentation"
     loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
-    ignore_index: int = key(-100, "pixels of this class are left out")
+    ignore_index: int = key(-100, "pixels of this class are left out of the loss and the metrics")
     class_weights: list[float] | None = key(
         None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0
     )

@@ -158,7 +158,8 @@ class LoggedNumbers:
         if len(self._rules) == MOST_NAMES:
             raise LogError(
                 f"{call}({name!r}): {MOST_NAMES} names were logged already",
-                "do not put a step or a sample into a name; each line has its step",
+                "use a name without a number of a step or sample: each line of metrics.jsonl has"
+                " its step",
             )
         self._rules[name] = rule
 

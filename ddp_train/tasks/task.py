@@ -15,6 +15,7 @@ from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import FurtherMetrics
 from ddp_train.tasks.predictions import Predictions
 from ddp_train.tasks.return_checks import checked_loss, checked_predictions, checked_scores
+from ddp_train.text import see_page
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per
@@ -244,8 +245,9 @@ class ModelWithTask(nn.Module):
             cause = f"{type(error).__name__}: {error}"
             raise TaskError(
                 f"loss() of the task {type(self.task).__name__} failed in eval mode: {cause}",
-                "if the model computes losses only in train mode, return 'loss': (sum, units) from"
-                " score() as well (docs/guides/tasks.md); otherwise see the traceback in the log",
+                "if the model computes losses only in train mode, return 'loss': (sum, units)"
+                f" from score() as well{see_page('Tasks')}; otherwise see the traceback in the"
+                " log",
             ) from error
         return checked_loss(result, self.task)
 

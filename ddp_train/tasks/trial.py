@@ -41,9 +41,9 @@ UNIT_TOLERANCE = 1e-5
 DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
 MIXED = (
     "loss() of several samples is not the sum of their losses: it compares samples (in-batch"
-    " negatives, mining, statistics of the batch) or depends on padding. Each process has only its"
-    " own samples, so the loss depends on the number of processes. To compare the samples of all"
-    " processes, use rows, own = ddp_train.all_gather(outputs)"
+    " negatives, mining, statistics of the batch), or depends on padding. Each process has its"
+    " own samples only, so the loss depends on the number of processes. To compare the samples"
+    " of all processes, use `rows, own = ddp_train.all_gather(outputs)`"
 )
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 

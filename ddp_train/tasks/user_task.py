@@ -10,6 +10,7 @@ from torch import nn
 
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.task import Task
+from ddp_train.text import see_page
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ def complete(task: Any) -> Task:
 def _problem(name: str, task: Any) -> str:
     """The reason why an object cannot be a task; "" if it can."""
     if not callable(getattr(task, "loss", None)):
-        return f"{name} has no method loss(model, batch); docs/guides/tasks.md shows one"
+        return f"{name} has no method loss(model, batch){see_page('Tasks')}"
     if isinstance(task, nn.Module) and next(task.parameters(), None) is not None:
-        return f"{name} has parameters that no optimizer gets; move them into the model"
+        return f"{name} has parameters, which no optimizer updates; move them into the model"
     for metric, direction in getattr(task, "better", {}).items():
         if direction not in ("min", "max"):
             return f"{name}.better[{metric!r}]={direction!r}: must be 'min' or 'max'"
@@ -58,8 +59,9 @@ def _warn_of_untrained_modules(task: Any) -> None:
         if any(parameter.requires_grad for parameter in module.parameters()):
             name = f"{type(task).__name__}.{attribute}"
             log.warning(
-                "task._target_: the parameters of %s require gradients, and no optimizer has them;"
-                " make it a part of the model, or freeze it: self.%s.requires_grad_(False).eval()",
+                "task._target_: the parameters of %s require gradients, but no optimizer updates"
+                " them; make them part of the model, or freeze them:"
+                " self.%s.requires_grad_(False).eval()",
                 name,
                 attribute,
             )

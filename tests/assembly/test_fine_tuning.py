@@ -255,9 +255,9 @@ def test_what_can_be_known_before_a_process_starts(
     )
     assert problems(init_ignore=["a"], freeze_epochs=1) == [
         "model.init_ignore=[a]: has an effect only with model.init_from; add model.init_from=PATH,"
-        " or leave it out",
+        " or leave model.init_ignore out",
         "model.freeze_epochs=1: has an effect only with model.freeze; add model.freeze=[GLOB], or"
-        " leave it out",
+        " leave model.freeze_epochs out",
     ]
 
 

@@ -112,16 +112,16 @@ def messages_of(config: Config) -> list[str]:
         ),
         (
             "data.splits.train.x=1 data.splits.test.x=1",
-            "data.splits={train:{x:1},test:{x:1}}: training and test set would",
+            "data.splits={train:{x:1},test:{x:1}}: the training and the test set would",
         ),
         (
             "data.splits.train.download=true data.splits.test.augment=false",
-            "data.splits={train:{download:true},test:{augment:false}}: training and test set would",
+            "data.splits={train:{download:true},test:{augment:false}}: the training and the test set would",
         ),
         (
             "data.splits.test.x=1 data.splits.validation.x=2 data.validation=0.1",
             (
-                "data.validation=0.1: contradicts data.splits.validation, which validates; leave"
+                "data.validation=0.1: contradicts data.splits.validation, which gives the validation set; leave"
                 " one of them out"
             ),
         ),

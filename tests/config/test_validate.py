@@ -258,7 +258,7 @@ BAD: dict[str, list[str]] = {
         "96 or 102",
     ],
     "launch.nproc_per_node=2 strategy=dp": [
-        "strategy=dp: runs in one process, and 2 were asked for; use strategy=ddp"
+        "strategy=dp: runs in one process, not in 2; use strategy=ddp"
     ],
     "launch.nproc_per_node=2 strategy=single": [
         "strategy=single: runs in one process",
@@ -269,10 +269,10 @@ BAD: dict[str, list[str]] = {
     ],
     "train.max_steps=10 schedule.warmup_steps=10": [
         "schedule.warmup_steps=10",
-        "train.max_steps=10; use less than 10",
+        "train.max_steps=10; use schedule.warmup_steps below 10",
     ],
     "train.epochs=3 schedule.warmup_epochs=3": [
-        "must end before the run, which has train.epochs=3; use less than 3"
+        "must end before the run, which has train.epochs=3; use schedule.warmup_epochs below 3"
     ],
     "schedule.warmup_steps=9 schedule.warmup_epochs=1": [
         "contradicts schedule.warmup_steps=9; give one of them"
@@ -301,9 +301,7 @@ BAD: dict[str, list[str]] = {
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
     "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
     "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
-    "train.accumulation_steps=2 strategy.static_graph=true": [
-        "train.accumulation_steps=2; use strategy.static_graph=f"
-    ],
+    "train.accumulation_steps=2 strategy.static_graph=true": ["; use strategy.static_graph=f"],
     "strategy.skip_all_reduce_unused_params=true": ["needs strategy.find_unused_parameters=true"],
     "tuning.precision=fp64 strategy.comm_hook=fp16": ["would undo tuning.precision=fp64"],
     "reasons.compile=mine": ["reasons.compile=mine: no such key"],
@@ -313,7 +311,9 @@ BAD: dict[str, list[str]] = {
     "strategy=ordered strategy.sync_bn=true": [
         "no such key in strategy=ordered; strategy=ddp has it"
     ],
-    "strategy=ordered strategy.virtual_shards=6": ["must be a power of two; use 4 or 8"],
+    "strategy=ordered strategy.virtual_shards=6": [
+        "must be a power of two; use strategy.virtual_shards=4 or 8"
+    ],
     "strategy=ordered launch.nproc_per_node=3": [
         "8 virtual shards evenly among 3",
         "a power of two up to 8",

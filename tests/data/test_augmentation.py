@@ -315,7 +315,7 @@ def test_what_cannot_be_mixed_is_refused() -> None:
             r"data\.mixup=0\.2: a sample is \(uint8 \[3\], int64 \[\]\)",
         ),
         (Mix(0, 2, 0.2, 0.0), {"image": one}, r"data\.mixup=0\.2: a sample is dict"),
-        (Mix(0, 1, 0.2, 0.0), (one, labels), "it has 1 classes, but its labels go from 0 to 1"),
+        (Mix(0, 1, 0.2, 0.0), (one, labels), "declares 1 classes, but its labels go from 0 to 1"),
     ):
         with pytest.raises(DataError, match=says):
             mix(data, micro_batch)

@@ -172,7 +172,7 @@ def test_numbers_of_many_bits_are_refused(kind: str, tmp_path: Path) -> None:
             continue
         with pytest.raises(DataError, match=rf"picture\.jpg.*: {WIDE}") as caught:
             read()
-        assert caught.value.remedy.startswith("scale its values")
+        assert caught.value.remedy.startswith("scale the values")
 
 
 IN_PIL = {

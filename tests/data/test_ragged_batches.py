@@ -244,13 +244,13 @@ def test_contradictions_are_refused() -> None:
         (
             {"data": {**data, "weights": "balance"}},
             (
-                "data.weights=balance: no such file; use balanced, or the path of a .npy or text"
-                " file; did you mean balan"
+                "data.weights=balance: no such file; use data.weights=balanced, or the path of a"
+                " .npy or text file; did you mean balan"
             ),
         ),
         (
             {"optimizer": linear},
-            "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch is",
+            "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch must",
         ),
     ]:
         assert [message in problem for problem in problems(**sections)] == [True], sections

@@ -186,7 +186,9 @@ def test_samplers_that_no_plan_can_have_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be called with bats=3, labels="):
         opened("ClassesTogether", bats=3)
     uneven = opened("Uneven")
-    with pytest.raises(DataError, match="Uneven gave 5 numbers in epoch 2, but its __len__ was 6"):
+    with pytest.raises(
+        DataError, match=r"Uneven gave 5 numbers in epoch 2, but its __len__.* was 6"
+    ):
         uneven.epoch(1)
     with pytest.raises(DataError, match="gave the number 20, but the data set has 20 samples"):
         opened("torch.utils.data.SubsetRandomSampler", indices=[3, 20])
@@ -228,7 +230,7 @@ def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
     assert runs.make().batch_size == 12, "train.global_batch_size"
     assert runs.digest(0) != runs.digest(1)
     more = opened("Runs", option="batch_sampler", grows="batches")
-    with pytest.raises(DataError, match="Runs gave 5 batches in epoch 2, but its __len__ was 4"):
+    with pytest.raises(DataError, match=r"Runs gave 5 batches in epoch 2, but its __len__.* was 4"):
         more.check_epochs(2)
     fewer = opened("Runs", option="batch_sampler", samples=np.arange(16), grows="samples")
     with pytest.raises(DataError, match=r"gave 1[24] samples in epoch 2, but 16 in epoch 1"):
@@ -236,7 +238,7 @@ def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
     name = "torch.utils.data.BatchSampler"
     numbers = {"sampler": [*range(20)], "drop_last": False}
     assert len(opened(name, option="batch_sampler", **numbers)) == 20
-    with pytest.raises(DataError, match=r"list gave a batch of 16 .* is the most .* may have"):
+    with pytest.raises(DataError, match=r"list gave a batch of 16 .* may have at most"):
         opened(name, option="batch_sampler", batch_size=16, **numbers)
     with pytest.raises(DataError, match="gave 0, which are not numbers of samples"):
         opened("ByEpoch", option="batch_sampler")

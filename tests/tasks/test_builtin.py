@@ -116,7 +116,7 @@ def test_targets_that_cannot_be_right_are_named() -> None:
     assert "go from 0 to 255, the data set has 3 classes" in (
         said := wrong_targets(Segmentation(3), masks)
     )
-    assert "to leave out the pixels with 255, use task.ignore_index=255" in said
+    assert "to leave out the pixels with target 255, use task.ignore_index=255" in said
     Segmentation(3, ignore_index=255).check((masks, masks))
     said = wrong_targets(Segmentation(), masks, torch.zeros(1, 3, 2, 2), DataError)
     assert "go from 0 to 255, the model gives 3 classes" in said and "task.ignore_index=255" in said

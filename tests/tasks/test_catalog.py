@@ -175,7 +175,7 @@ READINGS = {
     ),
     "soft labels of more classes": (
         {"targets": [torch.eye(4)[0]] * 9, "classes": NAMES, "name": "classification"},
-        "the targets have 4 parts, but `classes` of Told gives 3 classes",
+        "a target has 4 numbers, but `classes` of Told gives 3 classes",
     ),
     "two numbers of classes": (
         {"targets": [0, 1, 2] * 9, "classes": NAMES, "num_classes": 5},

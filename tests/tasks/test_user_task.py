@@ -70,7 +70,7 @@ def test_weights_in_a_task_that_nobody_trains_are_warned_of(
     task.teacher = nn.Linear(2, 2)  # type: ignore[attr-defined]
     complete(task)
     assert (
-        "the parameters of Returns.teacher require gradients, and no optimizer has them; make it"
+        "the parameters of Returns.teacher require gradients, but no optimizer updates them; make"
         in caplog.text
     )
     caplog.clear()
@@ -86,7 +86,7 @@ def test_what_is_no_task_is_refused() -> None:
         complete(nn.Linear(2, 2))
     learned = nn.Linear(2, 2)
     learned.loss = lambda model, batch: (model(batch).sum(), 1)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="has parameters that no optimizer gets"):
+    with pytest.raises(ConfigError, match="has parameters, which no optimizer updates"):
         complete(learned)
     odd = Returns((torch.zeros(()), 1))
     odd.better = {"iou": "higher"}  # type: ignore[attr-defined]

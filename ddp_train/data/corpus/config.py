@@ -43,7 +43,9 @@ class CorpusConfig(BuiltInDataConfig):
         yield from super().missing(config)
         found = f"data.tokenizer={self.tokenizer}"
         if self.tokenizer and not Path(self.tokenizer).is_file():
-            yield Problem(found, "no such file", "name a tokenizer.json, or leave it out")
+            yield Problem(
+                found, "no such file", "name a tokenizer.json, or leave data.tokenizer out"
+            )
         elif self.tokenizer and importlib.util.find_spec("tokenizers") is None:
             yield Problem(
                 found,
@@ -104,10 +106,15 @@ class TextConfig(CorpusConfig):
     path: str | None = key(
         None, "file or folder; null: the .py files of Python's standard library", is_path=True
     )
-    glob: str | None = key(None, "files of the folder, below it too; null: *.txt")
+    glob: str | None = key(
+        None, "which files of the folder and of folders in it are read; null: *.txt"
+    )
     length: int = key(256, "tokens of a window, which is a sample", at_least=2)
     test_part: float = key(
-        0.05, "part of the text that is held out, whole files where they fit", above=0, below=1
+        0.05,
+        "fraction of the text that is the test set, in whole files where they fit",
+        above=0,
+        below=1,
     )
     tokenizer: str | None = key(None, f"{_TOKENIZER}; null: each byte is a token")
     validation_sets: dict[str, Any] = named_validation_sets("a text file, or a folder with some")
@@ -130,7 +137,7 @@ class TextConfig(CorpusConfig):
             yield Problem(
                 f"data.glob={self.glob}",
                 "has an effect only on a folder",
-                "add data.path=FOLDER, or leave it out",
+                "add data.path=FOLDER, or leave data.glob out",
             )
         if self.path is None or not is_folder:
             return
@@ -161,16 +168,22 @@ class TokensConfig(CorpusConfig):
         "a .bin file, or a folder with some; those with val or test in their names are held out",
     )
     length: int = key(1024, "tokens of a window, which is a sample", at_least=2)
-    vocabulary: int = key(50_257, "number of tokens; those of the files are below it", at_least=1)
+    vocabulary: int = key(
+        50_257, "size of the vocabulary; all token ids in the files are below it", at_least=1
+    )
     dtype: str = key(
         "uint16", "type of the tokens in files without a header", choices=("uint16", "uint32")
     )
     test_part: float = key(
-        0.05, "part that is held out where no file is: the end of the last one", above=0, below=1
+        0.05,
+        "fraction of the tokens that is the test set if no file is held out: the end of"
+        " the last file",
+        above=0,
+        below=1,
     )
     tokenizer: str | None = key(None, f"{_TOKENIZER}, to show text that the model writes")
     bytes_per_token: float | None = key(
-        None, "bytes of text that a token stands for, for bits_per_byte", above=0
+        None, "mean number of bytes of text in a token, for the metric bits_per_byte", above=0
     )
     validation_sets: dict[str, Any] = named_validation_sets("a .bin file, or a folder with some")
     test_sets: dict[str, Any] = named_test_sets("a .bin file, or a folder with some")

@@ -72,7 +72,8 @@ def read_documents(path: str | None, glob: str) -> list[Document]:
             documents.append(Document(name, torch.from_numpy(content)))
     if not documents:
         raise DataError(
-            f"data.path={path}: no file with content matches data.glob={glob}", "name other files"
+            f"data.path={path}: no file with content matches data.glob={glob}",
+            "use another data.glob, or a data.path with text",
         )
     return documents
 

@@ -95,12 +95,15 @@ def open_tokens(
     where = f"data.path={path}"
     train_files, test_files = bin_files(Path(path))
     if not train_files:
-        raise DataError(f"{where}: no .bin file to train on", "name a file, or a folder with *.bin")
+        raise DataError(
+            f"{where}: no .bin file to train on", "name a .bin file, or a folder with some"
+        )
     train = [read_bin(file, dtype) for file in train_files]
     test = [read_bin(file, dtype) for file in test_files]
     if len({part.dtype for part in train + test}) > 1:
         raise DataError(
-            f"{where}: some files have 16-bit tokens, others 32-bit tokens", "use files of one kind"
+            f"{where}: some files have 16-bit tokens, others 32-bit tokens",
+            "use files whose tokens all have 16, or all have 32 bits",
         )
     if not test:
         train, test = _cut_off_end(train, test_part)
@@ -132,15 +135,18 @@ def open_token_set(
             _refuse_training_text(where, f"{file} is one of the training files")
     parts = [read_bin(file, dtype) for file in files]
     if any(part.dtype != train.parts[0].dtype for part in parts):
-        problem = f"{where}: its tokens have another number of bits than those of data.path={path}"
-        raise DataError(problem, "write them with the same number of bits")
+        problem = (
+            f"{where}: the tokens have another number of bits (16 or 32) than those of"
+            f" data.path={path}"
+        )
+        raise DataError(problem, "write both with the same number of bits")
     facts = replace(train.facts, where=where)
     return TokenSource(parts, train.length, train.vocabulary, None, facts)
 
 
 def _refuse_training_text(where: str, why: str) -> NoReturn:
-    problem = f"{where}: this text is in the training set: {why}"
-    raise DataError(problem, "move it out of the training data, or name another file")
+    problem = f"{where}: this text is in the training set too: {why}"
+    raise DataError(problem, "move the text out of the training data, or name another file")
 
 
 def _cut_off_end(parts: list[Tensor], test_part: float) -> tuple[list[Tensor], list[Tensor]]:

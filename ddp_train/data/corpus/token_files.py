@@ -60,7 +60,8 @@ def read_bin(path: Path, dtype: str) -> Tensor:
             raise DataError(
                 f"{path} has {size:,} bytes, not a multiple of the size of a token of"
                 f" data.dtype={dtype}",
-                "use the type that the file was written with, or write it again",
+                "set data.dtype to the type that the file was written with, or write the file"
+                " again",
             )
         return map_file(path, dtype)
     version, dtype = HEADERS[int(header[0])]

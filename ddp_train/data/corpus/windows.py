@@ -224,6 +224,6 @@ class TokenSource:
             raise DataError(
                 f"{self.facts.where}: has the token id {largest:,}, but the largest id of the"
                 f" vocabulary is {self.vocabulary - 1:,}",
-                f"use data.vocabulary={largest + 1} or the size of the tokenizer; if no such id is"
-                " possible, data.dtype is wrong",
+                f"use data.vocabulary={largest + 1}, or the size of the tokenizer. If the"
+                " tokenizer has no such id, data.dtype is wrong",
             )

@@ -32,8 +32,8 @@ class ImageFolderConfig(LabelledImagesConfig):
     test_sets: dict[str, Any] = named_test_sets(A_FOLDER)
     decode: str = key(
         "auto",
-        "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per"
-        " GPU, else processes",
+        "JPEG decoder: PIL, torchvision in loader processes, or the GPU; auto: gpu with fewer"
+        " than 8 cores per GPU, else processes",
         choices=("auto", "pil", "processes", "gpu"),
     )
 

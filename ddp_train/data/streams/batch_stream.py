@@ -71,7 +71,7 @@ def _check_number_of_targets(data: Any, samples: int) -> None:
     if isinstance(targets, Tensor) and targets.ndim and len(targets) != samples:
         raise DataError(
             f"a batch of {counted(samples, 'sample')} has {counted(len(targets), 'target')}",
-            "let collate_fn return one target for each sample, since the loss is averaged over the"
-            " samples; leave samples out in the data set itself, or write a task of your own that"
-            " counts its units",
+            "let collate_fn return one target for each sample, since the loss is averaged over"
+            " the samples. To leave samples out, do so in the data set; for several targets in a"
+            " sample, write a task of your own that counts its units",
         )

@@ -154,8 +154,8 @@ class Placement:
         if left and len(left) < len(list(tensors(moved))):
             name = type(value).__name__
             log.warning(
-                "a batch has a %s, whose to(device) moves some of its tensors but leaves %s on the"
-                " CPU; a model on a GPU cannot use both",
+                "a batch has a %s, whose to(device) moves some of its tensors but leaves %s on"
+                " the CPU, which a model on a GPU cannot use; move all its tensors in to(device)",
                 name,
                 ", ".join(f"`{name}{path}`" for path in left[:MOST_NAMES]),
             )

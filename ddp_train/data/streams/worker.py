@@ -136,8 +136,7 @@ def check_can_be_sent(data: Any) -> None:
     except Exception as error:
         raise DataError(
             f"a batch cannot be sent from a loader process: {first_line(error)}",
-            "define its class, and what it holds, at the top level of a module; or use"
-            " num_workers=0",
+            "define the classes of its objects at the top level of a module, or use num_workers=0",
         ) from error
 
 

@@ -8,7 +8,10 @@ from typing import ClassVar
 from ddp_train.optim.config import AdamConfig, BuiltInOptimizerConfig
 from ddp_train.options.key import key
 
-_ADAPT_NORM_AND_BIAS = "decay and adapt norms and biases (parameters of at most one dimension) too"
+_ADAPT_NORM_AND_BIAS = (
+    "apply weight decay and the layer's ratio to norms and biases (parameters of at most one"
+    " dimension) too"
+)
 
 
 @dataclass
@@ -29,7 +32,7 @@ class LarsConfig(BuiltInOptimizerConfig):
         0.9, "momentum of the update, learning rate included", at_least=0, below=1
     )
     trust_coefficient: float = key(
-        1e-3, "norm of an update over that of the layer's weights, at lr=1", above=0
+        1e-3, "norm of an update divided by the norm of the layer's weights, at lr=1", above=0
     )
     eps: float = key(0.0, "added to the denominator of the trust ratio", at_least=0)
 
@@ -44,7 +47,7 @@ class LambConfig(AdamConfig):
     has_fused: ClassVar[bool] = False
     adapts_per_layer: ClassVar[bool] = True
     lr: float = key(
-        5e-3, "norm of an update over that of the layer's weights, after warm-up", above=0
+        5e-3, "norm of an update divided by the norm of the layer's weights, after warm-up", above=0
     )
     weight_decay: float = key(0.01, "weight decay, part of the update that is adapted", at_least=0)
     decay_norm_and_bias: bool = key(False, _ADAPT_NORM_AND_BIAS)

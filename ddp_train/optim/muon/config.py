@@ -31,20 +31,22 @@ class MuonConfig(BuiltInOptimizerConfig):
     ns_steps: int = key(5, "iterations that orthogonalise", at_least=1, at_most=20)
     adjust_lr: str = key(
         "original",
-        "learning rate by shape: times sqrt(max(1, rows / columns)), or times 0.2 sqrt(max(rows,"
-        " columns)), so that learning rates found for AdamW fit",
+        "factor of the learning rate by shape; original: sqrt(max(1, rows / columns));"
+        " match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that a learning rate for AdamW fits",
         choices=("original", "match_rms_adamw"),
     )
     matrices: list[str] = key(
         [],
-        "globs over names of what Muon updates; default: weights of two and more dimensions, but of"
-        " embeddings and of the output layer",
+        "globs over names of parameters that Muon updates; default: those of two or more"
+        " dimensions, except embeddings and the output layer",
         example="[blocks.*.weight]",
     )
-    adamw_lr: float = key(3e-4, "learning rate of the rest after warm-up, AdamW's", above=0)
+    adamw_lr: float = key(
+        3e-4, "learning rate of AdamW, for the other parameters, after warm-up", above=0
+    )
     beta1: float = key(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW's decay of the second moment", at_least=0, below=1)
-    eps: float = key(1e-8, "AdamW's, added to the denominator", above=0)
+    eps: float = key(1e-8, "added to the denominator of AdamW", above=0)
 
     def split_groups(self, groups: list[Any], model: Any, trained: dict[str, Any]) -> list[Any]:
         split = implementation_of("ddp_train.optim.muon.optimizer:split_groups")

@@ -62,7 +62,8 @@ class WsdConfig(ScheduleConfig):
     spans_the_run: ClassVar[bool] = True
     decay_part: float = key(
         0.2,
-        "part of the steps after the warm-up, the last one, in which the learning rate falls",
+        "fraction of the steps after the warm-up, at the end of the run, in which the learning"
+        " rate falls",
         above=0,
         at_most=1,
     )

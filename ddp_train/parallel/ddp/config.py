@@ -31,14 +31,18 @@ class DdpConfig(StrategyConfig):
     gradient_as_bucket_view: bool = key(
         True, "gradients are views into the buckets, which saves a copy of each"
     )
-    static_graph: bool = key(False, "promise that the graph is the same in every iteration")
+    static_graph: bool = key(
+        False, "promise that the autograd graph is the same in every iteration"
+    )
     broadcast_buffers: bool = key(
         True, "send rank 0's buffers to all ranks before every forward pass"
     )
     find_unused_parameters: bool = key(
         False, "allow parameters that get no gradient in some iterations"
     )
-    skip_all_reduce_unused_params: bool = key(False, "do not reduce parameters that no rank used")
+    skip_all_reduce_unused_params: bool = key(
+        False, "do not exchange gradients of parameters that no rank used"
+    )
     init_sync: bool = key(True, "verify shapes and send rank 0's weights when DDP is built")
     comm_hook: str = key(
         "none",
@@ -81,15 +85,15 @@ class DdpConfig(StrategyConfig):
         if self.static_graph and steps > 1:
             yield Problem(
                 "strategy.static_graph=true",
-                "torch's reducer fails if some passes exchange no gradients, as with"
-                f" train.accumulation_steps={steps}",
+                f"DDP would fail, since with train.accumulation_steps={steps} some passes"
+                " exchange no gradients",
                 "use strategy.static_graph=false, or train.accumulation_steps=1",
             )
         if self.comm_hook != "powersgd" and self.powersgd_rank != 1:
             yield Problem(
                 f"strategy.powersgd_rank={self.powersgd_rank}",
                 "has an effect only with strategy.comm_hook=powersgd",
-                "add that, or leave it out",
+                "add strategy.comm_hook=powersgd, or leave strategy.powersgd_rank out",
             )
         if self.comm_hook == "powersgd" and self.static_graph:
             yield Problem(
@@ -101,7 +105,7 @@ class DdpConfig(StrategyConfig):
             yield Problem(
                 f"strategy.comm_hook={self.comm_hook}",
                 "would undo tuning.precision=fp64",
-                "remove one of them",
+                "give one of them",
             )
 
     def notices(self, run: RequestedRun) -> Iterator[str]:

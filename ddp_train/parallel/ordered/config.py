@@ -23,7 +23,10 @@ class OrderedConfig(StrategyConfig):
     fixes_bits: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "a captured step runs no Python"
     virtual_shards: int = key(
-        8, "parts of a global batch; a power of two, and a multiple of the processes", at_least=1
+        8,
+        "number of equal parts of a global batch; a power of two, and a multiple of the"
+        " number of processes",
+        at_least=1,
     )
 
     def can_run_on(self, processes: int) -> bool:
@@ -36,7 +39,7 @@ class OrderedConfig(StrategyConfig):
             yield Problem(
                 f"strategy.virtual_shards={shards}",
                 "must be a power of two",
-                f"use {lower} or {2 * lower}",
+                f"use strategy.virtual_shards={lower} or {2 * lower}",
             )
         elif not run.may_change_size and not self.can_run_on(run.config.process_count):
             yield self._undivided(run.config)

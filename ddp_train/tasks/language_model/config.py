@@ -23,7 +23,10 @@ class LanguageModelConfig(TaskConfig):
         "cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",)
     )
     sample_tokens: int = key(
-        0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0
+        0,
+        "length in tokens of a text that the model writes at the end, to"
+        " run_dir/sample.txt; 0: none",
+        at_least=0,
     )
     sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
     sample_temperature: float = key(
@@ -41,5 +44,5 @@ class LanguageModelConfig(TaskConfig):
                 yield Problem(
                     f"task.{name}={shown(value)}",
                     "has an effect only with task.sample_tokens",
-                    "add task.sample_tokens=200, or leave it out",
+                    f"add task.sample_tokens=200, or leave task.{name} out",
                 )

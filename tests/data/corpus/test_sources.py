@@ -54,7 +54,7 @@ def test_text_has_further_sets_by_their_paths(text: Path) -> None:
 def test_a_set_of_text_that_trains_is_refused(text: Path) -> None:
     section = text_of(text, test_sets={"a": str(text / "trains/a.txt")})
     with pytest.raises(
-        DataError, match=r"data.test_sets.a=.*a.txt: this text is in the training set"
+        DataError, match=r"data.test_sets.a=.*a.txt: this text is in the training set too"
     ):
         open_datasets(Config(data=section))
 
@@ -94,7 +94,7 @@ def test_tokens_have_further_sets_which_do_not_train(tmp_path: Path) -> None:
     assert opened(str(tmp_path / "data/val.bin")).tokens == 60  # it tests in any case
     with pytest.raises(
         DataError,
-        match=r"this text is in the training set: .*train.bin is one of the training files",
+        match=r"this text is in the training set too: .*train.bin is one of the training files",
     ):
         opened(str(tmp_path / "data"))
 
