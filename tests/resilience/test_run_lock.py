@@ -73,7 +73,9 @@ def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
         # As a network file system does when this host was cut off: the lock is another's, and
         # nobody told us.
         taken = {"pid": 1, "host": "elsewhere", "since": "now", "id": "other"}
-        (job.run_dir / run_lock.FILE).write_text(json.dumps(taken))
+        by_another = tmp_path / "by_another"
+        by_another.write_text(json.dumps(taken))
+        by_another.replace(job.run_dir / run_lock.FILE)  # at once: the run reads it meanwhile
         assert job.end() == 73, job.said()
         failure = read(job.run_dir, "failure.json")
         assert "belongs to another run now: process 1 on elsewhere" in failure["detail"]
