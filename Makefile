@@ -5,7 +5,8 @@ ARGS ?=
 BIN := .venv/bin
 # Bytecode is kept, whatever the caller's setting: without it each test process rewrites every assert again, in 7 s.
 unexport PYTHONDONTWRITEBYTECODE
-# Of all tests four at a time, on two cores: they wait for processes. The quick ones wait for nothing, so two at a time.
+# In the gate six at a time, on two cores: they wait for processes and for time limits, and four left the cores idle for
+# a quarter of the time. The nightly ones compute more: four. The quick ones wait for nothing: two.
 # tests/conftest.py groups them and puts slow ones first.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
@@ -19,7 +20,7 @@ test: .venv/ready  ## the quick tests
 	$(PYTEST) -n 2 -m "not slow and not nightly"
 
 check: rewritten lint  ## what CI runs: lint, format, types and every test but the nightly ones
-	$(PYTEST) -n 4 -m "not nightly"
+	$(PYTEST) -n 6 -m "not nightly"
 
 check-all: rewritten lint  ## every test; tests/test_map.md says what the nightly ones add
 	$(PYTEST) -n 4

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a module's fixture run in one process (`--dist loadgroup`); they come first,
-    then slow ones."""
+    then slow ones, those of all files mixed: many of one file wait at a time, or compute."""
     for item in items:
         shared = [
             name
@@ -75,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shared:
             values = [f"{name}={value}" for name, value in _parameters(item) if name in shared]
             item.add_marker(pytest.mark.xdist_group(":".join([item.path.stem, *values])))
-    items.sort(key=_rank)  # within a rank the order stays
+    items.sort(key=_place)  # of equal places the order stays
 
 
 @pytest.hookimpl(trylast=True)
@@ -109,10 +110,13 @@ def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
     return sorted(item.callspec.params.items()) if hasattr(item, "callspec") else []  # type: ignore[attr-defined]
 
 
-def _rank(item: pytest.Item) -> int:
-    return 2 * (item.get_closest_marker("xdist_group") is None) + (
-        item.get_closest_marker("slow") is None
-    )
+def _place(item: pytest.Item) -> tuple[int, int]:
+    is_slow = item.get_closest_marker("slow") is not None
+    if item.get_closest_marker("xdist_group"):
+        return 0 if is_slow else 1, 0
+    if is_slow:
+        return 2, zlib.crc32(item.nodeid.encode())  # alike in all test processes
+    return 3, 0
 
 
 # --- what is left behind --------------------------------------------------------------------------
