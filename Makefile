@@ -65,7 +65,8 @@ clean:  ## remove what set-up, tests and runs left behind; data/ stays
 
 # Two stamps: .venv/base has what training needs, .venv/ready the tools for tests and lint too. pip's own progress is shown.
 # pip would compile all 16,000 files to bytecode, one after the other, in a minute. COMPILE does the 2,000 that a start
-# imports, in 10 s: the first `python launch.py` is no slower. Python does the others when they are first imported.
+# imports, in 10 s: the first `python launch.py` is no slower. Python does the others when they are first imported. Tests
+# import all of these, in `make check` on the core that lint leaves idle.
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -c 'import ddp_train.commands.flags, ddp_train.runs.worker, torch._dynamo'
 
@@ -78,7 +79,6 @@ COMPILE := $(BIN)/python -c 'import ddp_train.commands.flags, ddp_train.runs.wor
 .venv/ready: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv, once, with the tools for tests, lint and trackers: 3.3 GB to download, 6.5 GB on disk."
 	@$(PIP_INSTALL) --editable '.[dev]'
-	@$(COMPILE)
 	@touch .venv/base $@
 
 .venv/bin/pip:
