@@ -214,8 +214,8 @@ def unused(everywhere: list[str], somewhere: list[str], is_allowed: bool) -> Fin
     if not everywhere and not somewhere:
         return ok("every parameter gets a gradient on every process")
     names = everywhere or somewhere
-    where = "from no sample" if everywhere else "on some processes only"
-    text = f"{counted(len(names), 'parameter')} got a gradient {where}: {listed(names)}"
+    got = "got no gradient" if everywhere else "got a gradient on some processes only"
+    text = f"{counted(len(names), 'parameter')} {got}: {listed(names)}"
     if is_allowed:
         return ok(f"{text}; the strategy allows it")
     remedy = (

@@ -253,7 +253,8 @@ class RealRuns:
         numbers: dict[str, Any] = {"found": worst, "allowed": allowed}
         if worst <= allowed:
             return ok(f"{before.get('samples')} samples", **numbers)
-        detail = f"{metric} is not the same as on two processes"
+        counts = " and ".join(map(str, counts_of(self.config)))
+        detail = f"{metric} is not the same on {counts} processes"
         remedy = "compute the score of a batch from that batch and the weights alone"
         return failure(detail, remedy, cause="process", **numbers)
 

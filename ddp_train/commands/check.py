@@ -53,7 +53,7 @@ def check_sweep(program: Program, argv: list[str]) -> int:
     plan = plan_sweep(program, argv)
     plan.print_notes()
     count = counted(plan.total, "trial") if plan.total else "a sweep"
-    keys = " without a swept key"
+    keys = ", no key is swept"
     if plan.swept:
         keys = f" over {', '.join(sorted(plan.swept))}"
     print(f"valid: {count}{keys}; nothing was started")

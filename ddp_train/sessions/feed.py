@@ -21,7 +21,8 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.text import counted
 
 SAME_LENGTH = (
-    "change the data set in the same way on all processes, for example depending on the epoch alone"
+    "change the data set in the same way on all processes: let the change depend on the epoch,"
+    " not on the process"
 )
 
 

@@ -284,7 +284,7 @@ class Run(MediaCalls):
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:
             raise UsageError(
-                f"run.epochs: count={count}, save_every={save_every}",
+                f"run.epochs: count={count} or save_every={save_every} is too small",
                 "use a count of at least 0, and save_every of at least 1",
             )
         return steps.epochs(count, save_every, whole)
@@ -417,6 +417,7 @@ class Run(MediaCalls):
         """The steps of the session. Raises UsageError if it is over. method: for the message."""
         if self._steps.is_over:
             raise UsageError(
-                f"{method} was called after the session", "call it inside of the `with`"
+                f"{method} was called after the session",
+                "call it inside of `with ddp_train.session(...) as run:`",
             )
         return self._steps

@@ -115,7 +115,8 @@ def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
-            f"ddp_train.session: {run_dir} cannot be written: {reason}", "use another folder"
+            f"ddp_train.session: {run_dir} cannot be written: {reason}",
+            "use a folder that can be written",
         ) from None
 
 

@@ -57,9 +57,9 @@ def collated(samples: list[Any]) -> Any:
                 if one != other:
                     raise DataError(
                         f"run.loader: two samples of a batch have the shapes {one} and {other}",
-                        "if the samples are meant to differ, pass a collate_fn that pads them."
-                        " If the stream makes batches, as .batched() does, let it give single"
-                        " samples: global_batch_size makes the batches",
+                        "if the shapes are meant to differ, pass a collate_fn that pads the"
+                        " samples. If the stream makes batches, as .batched() does, let it give"
+                        " single samples: global_batch_size makes the batches",
                     ) from error
         raise
 

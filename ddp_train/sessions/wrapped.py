@@ -184,8 +184,8 @@ def _before_batch_norm(layer: nn.Module, _: Any) -> None:
         return
     if CURRENT.is_shared_out:
         raise UsageError(
-            "batch norm in train mode got a batch of run.test_loader. It waits for a batch of"
-            " each process, but some processes have fewer batches than others",
+            "batch norm in train mode got a batch of run.test_loader. Batch norm waits for a"
+            " batch of each process, but some processes have fewer batches than others",
             "call model.eval() before the model is scored. If this is torch's update_bn,"
             f" {WAY_OF_UPDATE_BN}",
         )

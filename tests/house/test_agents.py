@@ -65,7 +65,7 @@ def test_check_starts_nothing_and_says_what_is_wrong(tmp_path: Path) -> None:
     done = run("check", "--multirun", *SMALL, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (
         0,
-        "valid: 1 trial without a swept key; nothing was started\n",
+        "valid: 1 trial, no key is swept; nothing was started\n",
     )
     done = run("check", "train.epochs=-1", "optimizer.lrr=1", cwd=tmp_path)
     assert done.returncode == 2 and "2 problems" in done.stderr and not list(tmp_path.iterdir())

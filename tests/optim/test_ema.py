@@ -338,7 +338,7 @@ def test_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
     )
     assert evaluated["test"] == first["test"] and "ema_loss" in evaluated["test"]
     assert (
-        "note: step_00000008 has an average of the weights, which this run does not continue; to continue the average, add train.ema_decay"
+        "note: step_00000008 has an average of the weights, which this run does not continue; to continue the average, add train.ema_decay=0.999"
         in without["said"]
     )
     assert "ema_loss" not in without["test"] and not list(

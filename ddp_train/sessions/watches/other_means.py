@@ -18,8 +18,8 @@ WEIGHTED = (
 )
 LEFT_OUT = (
     "run.mean: some targets are left out (ignore_index), but run.mean counts them. torch's"
-    " reduction='mean' does not. To do the same, use run.mean(losses, over=targets != %d), with"
-    " losses of reduction='none'"
+    " reduction='mean' does not count them. To do the same, use run.mean(losses, over=targets !="
+    " %d), with losses of reduction='none'"
 )
 
 
