@@ -17,7 +17,7 @@ from ddp_train.data.rng import global_states
 from ddp_train.errors import DataError
 from ddp_train.models.python_state import is_users
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.text import counted
+from ddp_train.text import counted, see_page
 
 SUMS = (
     "return from loss() the sum of the losses of all units, and the number of units. Take no"
@@ -319,7 +319,7 @@ def of_batch_size(scores: str) -> Cause:
     )
     remedy = (
         "return sums and numbers of units from score(), and compute a ratio from their totals"
-        " (docs/guides/tasks.md). Mask the padding of a batch"
+        f"{see_page('Tasks')}. Mask the padding of a batch"
     )
     return Cause("batches", text, remedy)
 

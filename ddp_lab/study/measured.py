@@ -197,7 +197,7 @@ MLPERF_NOTE = (
     " one GPU. proportional: the time of the first row, scaled by the batch per GPU. with a"
     " fixed part: fixed seconds plus seconds per sample, fitted to the first two rows; the other"
     " rows test the model. Waiting for the slowest rank is left out, since no deviation of steps"
-    " is published. docs/operate/studies.md says what the errors mean."
+    ' is published. The page "Studies" of the documentation says what the errors mean.'
 )
 OURS = (
     # docs/inside/benchmarks/speed.md: bf16, tuning=max, the best of two runs;
@@ -224,9 +224,10 @@ OURS = (
 )
 
 OUR_NOTE = (
-    "From docs/inside/benchmarks/speed.md and gpt2.md. GPT-2 on H200 ran on one GPU and on two"
-    " GPUs of different machines, which differ by 2 to 3 %. On H100 it ran on one machine, where"
-    " all gradients are exchanged after the backward pass. It never ran on four GPUs."
+    "From the benchmarks of speed and of GPT-2 in the documentation. GPT-2 on H200 ran on one"
+    " GPU and on two GPUs of different machines, which differ by 2 to 3 %. On H100 it ran on one"
+    " machine, where all gradients are exchanged after the backward pass. It never ran on four"
+    " GPUs."
 )
 
 

@@ -17,9 +17,10 @@ from ddp_train.models.put_back import reading_ahead
 log = logging.getLogger(__name__)
 
 SAME_FILES = (
-    "give all hosts the same files. If a data set of your own draws random numbers when it is"
-    " created, seed them; loop over sorted(...) where it loops over a Python set. A stream must"
-    " give all processes the same samples: leave rank and split_by_node out"
+    "give all hosts the same files. A data set of your own must be the same each time it is"
+    " created: seed the random numbers that it draws, and loop over sorted(...) in place of a"
+    " Python set. A stream must give all processes the same samples: leave rank and"
+    " split_by_node out"
 )
 
 

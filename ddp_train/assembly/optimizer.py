@@ -17,7 +17,7 @@ from ddp_train.options.custom import CustomOptimizerConfig
 from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.text import did_you_mean, shown
+from ddp_train.text import did_you_mean, see_page, shown
 
 READS_FLAG = "_step_supports_amp_scaling"
 """torch's own name for it: `found_inf` on the device leaves the step out, and nothing waits for the
@@ -75,7 +75,7 @@ def optimizer_of(
 def _layer_rates(model: nn.Module, lr: float, layer_decay: float) -> dict[str, float]:
     depths = depths_of(model)
     if len(set(depths.values())) == 1:
-        rule = "the model has one layer; leave it out"
+        rule = "the model has one layer; leave optimizer.layer_decay out"
         raise ConfigError([f"optimizer.layer_decay={layer_decay:g}: {rule}"])
     return layer_rates(depths, lr, layer_decay)
 
@@ -89,13 +89,13 @@ def _custom_optimizer(
         params = groups[0]["params"]
     optimizer = instantiate("optimizer", section.code, params)
     if needs_argument(optimizer.step):  # as that of LBFGS
-        rule = f"{section.target}.step needs a closure, and a run passes none"
+        rule = f"{section.target}.step needs a closure, and a run calls step() without one"
         remedy = "use another optimizer, or a loop of your own in ddp_train.session"
         raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
     if captured and not getattr(optimizer, READS_FLAG, False):
-        rule = f"{section.target} has no attribute {READS_FLAG}: it may wait for the host"
-        remedy = "(docs/guides/optimizers.md); use tuning.cuda_graph=false"
-        raise ConfigError([f"tuning.cuda_graph=true: {rule} {remedy}"])
+        rule = f"{section.target} has no attribute {READS_FLAG}, so step() may wait for the host"
+        remedy = f"use tuning.cuda_graph=false{see_page('Optimizers and schedules')}"
+        raise ConfigError([f"tuning.cuda_graph=true: {rule}; {remedy}"])
     known = list(optimizer.defaults)
     for group in section.groups:
         for name in group:

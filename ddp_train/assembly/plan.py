@@ -58,7 +58,10 @@ def build_plan(
     if not plan.steps_per_epoch:
         size = train.global_batch_size
         count = counted(samples, "sample")
-        rule = f"leaves no batch: train.global_batch_size={size}, and there are {count} to train on"
+        rule = (
+            f"leaves no batch, since train.global_batch_size={size} is more than the {count}"
+            " of the training set"
+        )
         raise ConfigError([f"data.drop_last=true: {rule}; use data.drop_last=false"])
     ends = []
     if train.most_epochs:
@@ -77,6 +80,9 @@ def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
         key = f"warmup_steps={steps}"
         if schedule.warmup_epochs is not None:
             key = f"warmup_epochs={schedule.warmup_epochs:g} ({steps} steps)"
-        rule = f"the run ends earlier, after {plan.steps} steps; use less than {plan.steps} steps"
+        rule = (
+            f"the run ends before the warm-up does, after {plan.steps} steps; make the"
+            f" warm-up shorter than {plan.steps} steps"
+        )
         raise ConfigError([f"schedule.{key}: {rule}"])
     return steps

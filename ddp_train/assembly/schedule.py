@@ -171,7 +171,7 @@ def _of_this_run(
         given = section.arguments.get("mode", direction)
         if given != direction:
             better_is = "higher" if direction == "max" else "lower"
-            rule = f"{metric_of(section)} is better if it is {better_is}; leave it out"
+            rule = f"a {better_is} {metric_of(section)} is better; leave {SECTION}.mode out"
             raise ConfigError([f"{SECTION}.mode={given}: {rule}"])
         arguments["mode"] = direction
     return arguments
@@ -198,8 +198,9 @@ def _warn_of_one_rate(code: Code, written: Optimizer, optimizer: Optimizer) -> N
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     if len(rates) == 1 and len(set(base_lrs)) > 1:
         log.warning(
-            "%s._target_=%s sets the same learning rate for all %d groups of parameters, although"
-            " theirs differ; give its arguments as lists, with a number for each group",
+            "%s._target_=%s sets the same learning rate for all %d groups of parameters,"
+            " although optimizer.groups gives them different ones; give the arguments of the"
+            " schedule as lists, with a number for each group",
             SECTION,
             code.target,
             len(base_lrs),
@@ -210,12 +211,12 @@ def _check_length(code: Code, scheduler: LRScheduler, pace: Pace) -> None:
     """Raise ConfigError for a scheduler that ends before the run does: OneCycleLR."""
     total_steps = getattr(scheduler, "total_steps", None)
     if isinstance(total_steps, int) and total_steps < pace.length:
-        rule = f"it ends after {total_steps:,} steps, but the run needs {pace.length:,} of them"
+        rule = f"the schedule ends after {total_steps:,} steps, but the run has {pace.length:,}"
         given = [name for name in LENGTH_OF_ONE_CYCLE if name in code.arguments]
         keys = " and ".join(f"{SECTION}.{name}" for name in given)
-        remedy = f"give it {pace.length:,} steps"
+        remedy = f"choose arguments that make {pace.length:,} steps"
         if given:
-            remedy = f"leave out {keys}, and it has the length of the run"
+            remedy = f"leave out {keys}: the schedule then has the length of the run"
         raise ConfigError([f"{SECTION}._target_={code.target}: {rule}; {remedy}"])
 
 
@@ -225,8 +226,8 @@ def _try_steps(code: Code, schedule: SteppedSchedule, length: int) -> None:
         step = place * schedule.pace.period + schedule.pace.warmup_steps
         rates = [group["lr"] for group in schedule.values(step)]
         if not all(math.isfinite(rate) for rate in rates):
-            rule = f"its learning rates in step {step + 1:,} would be {rates}"
-            remedy = "choose arguments with which they stay finite"
+            rule = f"the learning rates in step {step + 1:,} would be {rates}"
+            remedy = "choose arguments that keep all learning rates finite"
             raise ConfigError([f"{SECTION}._target_={code.target}: {rule}; {remedy}"])
 
 

@@ -293,11 +293,11 @@ class UserSplits:
         if "/" in name:
             section = _section_of(name)
             given = shown(self.data.named_sets()[name])
-            rule = f"would be the training samples: the class gets {shown(plain)} for both"
+            rule = f"would have the training samples: the class gets {shown(plain)} for both"
             return f"{section}={given}: {rule}; add {section}.NAME=VALUE, an argument that differs"
         return (
-            f"data.splits={shown(self.data.splits)}: training and {name} set would be the same"
-            f" samples: the class gets {shown(plain)} for both; add"
+            f"data.splits={shown(self.data.splits)}: the training and the {name} set would have"
+            f" the same samples: the class gets {shown(plain)} for both; add"
             f" data.splits.train.{key}={of_train} data.splits.{name}.{key}={of_other}, or another"
             " argument that differs"
         )
@@ -313,7 +313,8 @@ class UserSplits:
         if named_by_us and isinstance(error, ValueError | LookupError | NotImplementedError):
             if name == "validation":
                 remedy = (
-                    "use data.validation=0, or data.validation=0.1 for a part of the training set"
+                    "use data.validation=0 for no validation set, or data.validation=0.1 for a"
+                    " tenth of the training set"
                 )
                 raise ConfigError(
                     [f"data._target_={target}: split='validation' failed: {cause}; {remedy}"]
@@ -322,8 +323,8 @@ class UserSplits:
                 theirs = "data.splits.train.split=NAME data.splits.test.split=NAME"
                 raise ConfigError(
                     [
-                        f"data._target_={target}: split='{name}' failed: {cause}; use its own"
-                        f" names: {theirs}"
+                        f"data._target_={target}: split='{name}' failed: {cause}; use the names"
+                        f" of splits that the class knows: {theirs}"
                     ]
                 ) from error
         if target.startswith("torchvision."):
@@ -345,7 +346,7 @@ class UserSplits:
         raise ConfigError(
             [
                 f"data.{key}={shown(items)}: {' and '.join(names)} would draw random numbers for"
-                " samples that are scored; set their transforms:"
+                " validation and test samples; give these transforms of their own:"
                 f" data.test_transform={shown(rest)}"
             ]
         )

@@ -60,8 +60,8 @@ def check_agent_lives(world: World) -> None:
         if not _is_refused(address, port):
             return
     raise PeerError(
-        f"rank {world.rank} cannot reach the store at {address}:{port}: nothing is listening on"
-        " that port, so torchrun's agent, which served it, has ended",
+        f"rank {world.rank} cannot reach the store at {address}:{port}: nothing listens on that"
+        " port, so torchrun's agent, which serves the store, has ended",
         "see the output of torchrun, and start the same command again",
     )
 

@@ -82,7 +82,8 @@ def _sizes(tensor: Tensor, group: Any) -> list[int]:
     numbers = of_ranks.view(-1, 2).tolist()
     if any(other != mark for _, other in numbers):
         raise DataError(
-            f"ddp_train.all_gather: rows differ between processes; here they are {kind}",
+            "ddp_train.all_gather: the rows of the processes differ in shape or dtype; here they"
+            f" are {kind}",
             "pass rows of the same shape and dtype on all processes, and call it in the same order",
         )
     return [rows for rows, _ in numbers]

@@ -104,8 +104,8 @@ def world_from_environment() -> World | None:
         raise ConfigError(
             [
                 f"environment: a process of another run (launcher {launcher}) has started this"
-                f" command, which has inherited its RANK={env['RANK']}; start it as"
-                f" `env {names} COMMAND`"
+                f" command, which has inherited RANK={env['RANK']} from there; start the command"
+                f" as `env {names} COMMAND`"
             ]
         )
     return World(

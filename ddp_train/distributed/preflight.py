@@ -102,7 +102,7 @@ def meet(store: Store, world: World, timeout_seconds: float) -> None:
     if missing:
         raise PeerError(
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
-            "start them too, or see their output; to wait longer, raise timeout_seconds",
+            "start these ranks too, or see their output; to wait longer, raise timeout_seconds",
         )
 
 
@@ -203,7 +203,8 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     if missing:
         return [
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
-            "start them too, or see their logs; to wait longer, raise launch.join_timeout_seconds",
+            "start these ranks too, or see their logs; to wait longer, raise"
+            " launch.join_timeout_seconds",
         ]
     facts_by_rank = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
     argvs = [facts.pop("argv") for facts in facts_by_rank]
@@ -228,8 +229,8 @@ def _missing_hosts(world: World, hosts: list[str]) -> list[str]:
     names = ", ".join(dict.fromkeys(hosts))
     return [
         f"torchrun was asked for {low} hosts, but started {started}: {names}",
-        "start it on the others too, and compare their clocks: a host that is 15 s behind is left"
-        " out",
+        "start torchrun on the other hosts too, and compare the clocks: torchrun leaves out a"
+        " host that is 15 s behind",
     ]
 
 

@@ -202,7 +202,7 @@ def _largest_difference(
 def _apart(difference: str) -> ModelError:
     return ModelError(
         f"the weights are not the same on all processes: {difference}",
-        "look for code outside of the optimizer that changes them on one process alone, or by"
-        " random numbers: a hook, an assignment in forward or, with strategy.init_sync=false, the"
-        " model's constructor",
+        "look for code outside of the optimizer that changes weights on one process alone, or by"
+        " random numbers: a hook, an assignment in forward or, with strategy.init_sync=false,"
+        " the model's constructor",
     )

@@ -11,12 +11,14 @@ from ddp_train.engine.loop import Job
 from ddp_train.models.python_state import attribute_of, replaced, state_of
 from ddp_train.optim.stepper import Stepper
 from ddp_train.telemetry.console import Display
+from ddp_train.text import see_page
 
 MOST_NAMES = 3
 """The most names that a note lists."""
 NOT_SAVED = (
-    "note: {} changed during training but is in no checkpoint, so a resumed run starts it again;"
-    " set it in __enter__ of a hook too, or keep it in a buffer of the model (docs/guides/hooks.md)"
+    "note: {} changed during training but is in no checkpoint, so a resumed run starts it"
+    " again; set it in __enter__ of a hook too, or keep it in a buffer of the"
+    f" model{see_page('Hooks and logging')}"
 )
 
 

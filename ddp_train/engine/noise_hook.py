@@ -12,13 +12,13 @@ from ddp_train.telemetry.console import Display
 DRAWS_BY_RANK = (
     "note: each process draws its own random numbers (dropout, noise, masks), so the result"
     " depends on the number of processes. ddp_train.noise_like, rand_like, randint_like and"
-    " dropout draw the same on any number; for one number per batch use rand_like(torch.zeros(1),"
-    " rows='shared')"
+    " dropout draw the same on any number of processes; for one number per batch use"
+    " rand_like(torch.zeros(1), rows='shared')"
 )
 BY_RANK = f"{DRAWS_BY_RANK}. strategy=ordered draws the same on 1, 2, 4 and 8 processes"
 NOT_SEEDED = (
-    "note: the model or the loss draws from {} generator, which is not seeded in each step: its"
-    " numbers differ between processes and after a resume. Draw with torch instead"
+    "note: the model or the loss draws from {} generator, which is not seeded in each step. Its"
+    " numbers differ between processes, and after a resume. Draw with torch instead"
 )
 OTHERS = ("numpy's", "Python's")
 

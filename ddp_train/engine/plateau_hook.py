@@ -43,4 +43,7 @@ class PlateauHook:
         self.schedule.load_state(state, is_same_metric=state["metric"] == self.metric)
         if state["metric"] == self.metric:
             return []
-        return [f"note: the schedule uses {self.metric} now, and used {state['metric']} before"]
+        return [
+            f"note: the schedule follows {self.metric} now; before the resume it followed"
+            f" {state['metric']}"
+        ]

@@ -33,12 +33,15 @@ def profile_hooks(
         return []
     first, last = map(int, steps.split(":"))
     if first > job.plan.steps:
-        rule = "use earlier ones, or raise train.epochs or train.max_steps"
+        rule = "trace earlier steps, or raise train.epochs or train.max_steps"
         raise ConfigError(
             [f"train.profile_steps={steps}: the run has {counted(job.plan.steps, 'step')}; {rule}"]
         )
     if job.step >= last:
-        display.line(f"profile: nothing is traced: {counted(job.step, 'step')} are done already")
+        display.line(
+            f"profile: nothing is traced, since {counted(job.step, 'step')} of the run are"
+            " done already"
+        )
         return []
     return [ProfileHook(first, last, path, device, display)]
 

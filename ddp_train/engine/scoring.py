@@ -60,8 +60,8 @@ def names_with_average(names: Sequence[str]) -> list[str]:
     if taken:
         raise ConfigError(
             [
-                f"train.ema_decay: {min(taken)} is a metric of the averaged weights, and the name"
-                " of another metric; give that another name"
+                f"train.ema_decay: a metric of yours is named {min(taken)}, which is a name for"
+                " the averaged weights; give your metric another name"
             ]
         )
     return [*names, *prefixed]

@@ -52,8 +52,8 @@ class UserHook:
         if not isinstance(step, int) or step <= context.step:
             raise ConfigError(
                 [
-                    f"hooks: {self.path}.due(job) returned {step!r} and must return a whole number"
-                    f" above job.step={context.step}, the next step after which act is called"
+                    f"hooks: {self.path}.due(job) returned {step!r}; return the step after which"
+                    f" act is called next, a whole number above job.step={context.step}"
                 ]
             )
         return step
@@ -103,7 +103,8 @@ class UserHooks:
                     left.remove(entry)
                     break
         return [
-            f"note: the checkpoint has the state of a hook {path}, which this run does not have"
+            f"note: the checkpoint has the state of a hook {path}; this run has no such hook, and"
+            " leaves the state out"
             for path, _ in left
         ]
 

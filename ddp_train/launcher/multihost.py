@@ -364,8 +364,8 @@ def _exit_code(config: Config, ended: AgentEnd, stop: StopRequests) -> int:
         raise PeerError(
             f"{len(ended.present)} of {expected} hosts joined within {ended.seconds:.0f} s: "
             + ", ".join(ended.present),
-            "start the same command on all of them, within"
-            f" launch.join_timeout_seconds={launch.join_timeout_seconds}; each must reach"
+            "start the same command on all hosts, within"
+            f" launch.join_timeout_seconds={launch.join_timeout_seconds}; each host must reach"
             f" {launch.rdzv_endpoint}",
         )
     if ended.exits.has_reported:
@@ -386,7 +386,7 @@ def _unexplained(ended: AgentEnd) -> LaunchError:
     gone = sorted({*ended.hosts_at_start} - {*ended.present})
     if gone:
         return PeerError(f"{', '.join(gone)} is gone; {detail}", "check that host")
-    return LaunchError(detail, "see its output")
+    return LaunchError(detail, "see the output of torchrun's agent, above")
 
 
 def _is_final(run_dir: Path, codes: list[int]) -> bool:

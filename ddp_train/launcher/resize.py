@@ -71,7 +71,7 @@ class RequestListener:
         reason = self.refusal(count)
         if self.pending:
             processes = counted(self.pending.count, "process")
-            reason = f"already changing to {processes}; retry when that is done"
+            reason = f"the run is changing to {processes} already; ask again when it has done so"
         if reason:
             _send_answer(connection, False, reason)
         else:

@@ -38,9 +38,9 @@ class Size:
     def refusal(self, count: int) -> str:
         """Why there cannot be `count` processes; empty if there can."""
         if count not in self.counts:
-            return f"it may have {shown_counts(self.counts)}"
+            return f"the run may have {shown_counts(self.counts)}"
         if self.gpus and count > len(self.gpus):
-            return f"each needs a GPU, and there are {len(self.gpus)}"
+            return f"each process needs a GPU, and there are {len(self.gpus)} GPUs"
         return ""
 
     def resized(self, count: int) -> Size:

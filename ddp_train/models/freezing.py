@@ -40,7 +40,10 @@ class Frozen:
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in parameters.values()):
-            problem = f"model.freeze={shown(list(globs))}: nothing is left to train; freeze less"
+            problem = (
+                f"model.freeze={shown(list(globs))}: these globs match every parameter, so"
+                " nothing is left to train; name fewer"
+            )
             raise ConfigError([problem])
         self.at_rest = _layers_at_rest(model, globs)
         """Layers that compute as in evaluation."""

@@ -186,12 +186,12 @@ class _Comparison:
             return
         missing = [self._with_guess(name) for name in self.missing]
         shapes = [
-            f"{name} {list(self.available[name].shape)}, in the model"
-            f" {list(self.wanted[name].shape)}"
+            f"{name} {list(self.available[name].shape)} in the file,"
+            f" {list(self.wanted[name].shape)} in the model"
             for name in self.misshapen
         ]
         kinds = [
-            ("missing in it:", missing),
+            ("missing in the file:", missing),
             ("not in the model:", self.surplus),
             ("of another shape:", shapes),
         ]
@@ -211,7 +211,7 @@ class _Comparison:
         close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         if not close:
             return name
-        return f"{name} (named {close[0]} there?)"
+        return f"{name} (perhaps {close[0]} in the file)"
 
 
 def _read_file(path: Path, source: str) -> tuple[Any, str]:

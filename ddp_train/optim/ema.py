@@ -144,7 +144,7 @@ def _refuse_16_bits(parameters: list[nn.Parameter], decay: float) -> None:
     if narrow:
         problem = (
             f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))} parameters"
-            " would not change; keep them in float32 (with tuning.precision=bf16 the model"
-            " computes in bfloat16), or leave it out"
+            " would not change; keep the parameters in float32 (with tuning.precision=bf16 the"
+            " model computes in bfloat16), or leave train.ema_decay out"
         )
         raise ConfigError([problem])

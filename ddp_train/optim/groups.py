@@ -73,7 +73,10 @@ def parameter_groups(
     used = {number for _, number, _ in members}
     for number, glob in enumerate(globs):
         if number not in used:
-            rule = "earlier groups match all of its parameters; remove this group, or put it first"
+            rule = (
+                "earlier groups match all of its parameters, and the first match wins;"
+                " remove this group, or put it first"
+            )
             raise ConfigError([f"{key.format(glob)}: {rule}"])
     result = []
     for is_frozen, number, rate in sorted(

@@ -182,7 +182,7 @@ class NonFiniteCheck:
             if own:
                 detail += f"; of the {samples_here} these have NaN or infinite data: {_listed(own)}"
             else:
-                detail += f"; the {samples_here} are finite, but the sample that is"
+                detail += f"; the {samples_here} have finite data, but the sample that is"
                 detail += f" mixed into the first of them is not: {_listed(culprit_samples)}"
             remedy = "correct those samples, or leave them out"
             return NonFiniteLossError(detail, remedy, rank, step)

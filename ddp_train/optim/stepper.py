@@ -19,6 +19,7 @@ from ddp_train.optim.schedules.schedule import Schedule
 from ddp_train.plain_state import plain_state
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
+from ddp_train.text import see_page
 
 
 class StepObserver:
@@ -271,8 +272,8 @@ class Stepper:
         if len(groups) != len(self.values):
             return (
                 f"optimizer.param_groups has {len(groups)} groups before step"
-                f" {self.steps_done + 1}, but had {len(self.values)} when training began: the"
-                " schedule sets rates for those alone; to train parameters later use"
+                f" {self.steps_done + 1}, but had {len(self.values)} when training began, and the"
+                " schedule sets no rates for new groups; to train some parameters later use"
                 " model.freeze=[head.*] model.freeze_epochs=1"
             )
         pairs = zip(self.rates_now(), self.rates_set, strict=True)
@@ -280,9 +281,9 @@ class Stepper:
         return (
             f"optimizer.param_groups[{place}]['lr'] is {float(groups[place]['lr']):g} before step"
             f" {self.steps_done + 1}, but the schedule had set {self.values[place]['lr']:g}; a"
-            " hook, or a scheduler on job.optimizer, has changed it, and the schedule would"
-            " overwrite that; use schedule._target_=package.function, called with (step, steps),"
-            " or one of torch's schedulers (docs/guides/optimizers.md)"
+            " hook, or a scheduler on job.optimizer, has changed the rate, and the schedule"
+            " would overwrite the change; use schedule._target_=package.function, called with"
+            f" (step, steps), or one of torch's schedulers{see_page('Optimizers and schedules')}"
         )
 
     def update(self) -> None:

@@ -321,10 +321,10 @@ class TuningConfig:
     )
     buckets: str = key(
         "auto",
-        "gradient buckets of DDP: default (strategy.bucket_cap_mb, or 25 MiB), large (125 MiB),"
-        " one, or by_flops (large if a step has few FLOPs for each byte of gradients, else one)."
-        " torch.compile makes a graph for each bucket. auto over NVLink: by_flops if the step is"
-        " captured, else one",
+        "gradient buckets of DDP: default (25 MiB, or the size that `strategy` sets), large (125"
+        " MiB), one, or by_flops (large if a step has few FLOPs for each byte of gradients, else"
+        " one). torch.compile makes a graph for each bucket. auto over NVLink: by_flops if the"
+        " step is captured, else one",
         choices=("auto", "default", "large", "one", "by_flops"),
     )
     triton_kernels: Union[bool, str] = key(

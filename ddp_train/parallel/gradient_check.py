@@ -76,5 +76,6 @@ def missing_gradients(parameters: list[str]) -> ModelError:
         names += f" and {len(parameters) - NAMES_SHOWN} more"
     return ModelError(
         f"the loss does not depend on {counted(len(parameters), 'parameter')}: {names}",
-        "use them in forward, remove or freeze them, or add strategy.find_unused_parameters=true",
+        "use these parameters in forward, remove or freeze them, or add"
+        " strategy.find_unused_parameters=true",
     )

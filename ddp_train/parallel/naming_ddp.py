@@ -19,9 +19,9 @@ from ddp_train.parallel.gradient_check import missing_gradients, trained_paramet
 BUCKET_MB = {"large": 125, "one": 2**20}
 """Largest size of a bucket in MiB. An H100 sends 125 MiB to another in 0.5 ms."""
 SEVERAL_BUCKETS = (
-    "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: with several,"
-    " torch's hook gives wrong gradients or hangs; leave out strategy.bucket_cap_mb and"
-    " bucket_cap_mb_list, or use strategy.comm_hook=fp16"
+    "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket, since with"
+    " several torch's hook gives wrong gradients or hangs; leave out strategy.bucket_cap_mb and"
+    " strategy.bucket_cap_mb_list, or use strategy.comm_hook=fp16"
 )
 
 

@@ -128,7 +128,8 @@ class GraphedStepper(Stepper):
         batch = list(tensors(data))
         if [tensor.shape for tensor in batch] != self.shapes:
             raise LaunchError(
-                "a batch has another shape than the one that was captured as a CUDA graph",
+                "a batch has another shape than the batch with which the step was captured as a"
+                " CUDA graph",
                 "use tuning.cuda_graph=false",
             )
         for static, value in zip(self.batch, batch, strict=True):
@@ -206,7 +207,7 @@ class GraphedStepper(Stepper):
             if reason:
                 raise LaunchError(
                     f"{reason}, which tuning.rehearse=true cannot undo",
-                    "keep such numbers in buffers and change them in place, draw random numbers on"
+                    "keep numbers in buffers and change these in place, draw random numbers on"
                     " the GPU, or use tuning.rehearse=false",
                 )
 

@@ -73,8 +73,8 @@ class CaptureTrial:
             yield
         if places:
             self.waits = (
-                f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask as"
-                " an index)"
+                f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask"
+                " as an index)"
             )
         after = PythonState.of(self.roots)
         self.in_python = effect_in_python(before, after, self.device)
@@ -104,9 +104,9 @@ class CaptureTrial:
         """
         if self.in_python and self.asked:
             raise LaunchError(
-                f"{self.in_python}, and a captured step runs no Python: it would repeat what it did"
-                " in the capture",
-                "keep such numbers in buffers and change them in place, draw random numbers on the"
+                f"{self.in_python}, but a captured step (tuning.cuda_graph=true) runs no Python"
+                " and would repeat the values of the capture",
+                "keep numbers in buffers and change these in place, draw random numbers on the"
                 " GPU, or use tuning.cuda_graph=false",
             )
         flags = [float(bool(self.in_python)), float(bool(self.waits))]
@@ -125,9 +125,9 @@ class CaptureTrial:
             reason = reason_against(host_share, memory_share)
         if self.replaced and not reason:
             log.warning(
-                "each forward pass replaces the tensor %s, and steps are captured as a CUDA graph:"
-                " a later step that reads it would find the tensor of the capture; write into a"
-                " buffer in place: buffer.copy_(tensor)",
+                "each forward pass replaces the tensor %s, but steps are captured as a CUDA"
+                " graph: code that reads this tensor later finds the one of the capture. Write"
+                " into a buffer in place: buffer.copy_(tensor)",
                 self.replaced,
             )
         return reason

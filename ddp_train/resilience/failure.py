@@ -22,7 +22,7 @@ NO_SAMPLE = "(in this step this process has no sample, and its batch is empty)"
 """The note of an error in such a step."""
 _TAKE_NO_SAMPLE = (
     "write code that takes an empty batch: no x[0], no division by len(x), x.flatten(1) in place"
-    " of x.view(len(x), -1). If a layer cannot take one (pack_padded_sequence), use"
+    " of x.view(len(x), -1). If a layer cannot take an empty batch (pack_padded_sequence), use"
     " run.loader(..., drop_last=True), or a global_batch_size that gives each process a sample"
 )
 DEAD_LOADER = "DataLoader worker (pid"
@@ -54,13 +54,13 @@ _OTHER_NUMBER_TYPE = (
 _LIMITS = {
     "Too many open files": "raise the limit of open files before the start: ulimit -n 65536",
     r"memory\(shm\)|/torch_\d+_\d+.*No space| in /dev/shm|signal: Bus": (
-        "enlarge /dev/shm, through which loader "
-        "processes pass their batches: docker run --shm-size=8g; or use tuning.num_workers=0"
+        "enlarge /dev/shm, through which loader processes pass their batches (`docker run"
+        " --shm-size=8g`), or use tuning.num_workers=0"
     ),
     "Expected more than 1 value per channel": (
-        "batch norm cannot train on one sample, and a process has only one here (often in the last"
-        " batch of an epoch): change train.global_batch_size, or use another norm; a"
-        " frozen layer stays in eval mode if model.freeze names it"
+        "batch norm cannot train on one sample, and a process has only one here (often in the"
+        " last batch of an epoch): change train.global_batch_size, or use another norm. If the"
+        " layer is frozen, name it in model.freeze: then it stays in eval mode"
     ),
 }
 """Limits of the host and of torch: patterns of their messages, and remedies."""
@@ -220,7 +220,7 @@ def _cause_of_dead_loader(error: BaseException, status: RankStatus) -> _Cause:
     if status.fetching:
         samples = status.fetching[0].sample_numbers.tolist()
         detail += f"; the next batch has the samples {samples[:SHOWN_SAMPLES]}"
-    remedy = "use tuning.num_workers=0 to see an error of the data set"
+    remedy = "to see an error of the data set, use tuning.num_workers=0"
     if "signal: Killed" in message:
         remedy = f"{_LESS_MEMORY}; {remedy}"
     return _Cause("data_worker", detail, remedy)
@@ -241,17 +241,18 @@ def failure_from_exit(
     if returncode == -signal.SIGKILL and oom_killed:
         detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
         return _Cause("oom", detail, _LESS_MEMORY).failure(rank, status, log_file)
-    remedy = f"see its output, above or in {log_file}"
+    remedy = f"see the output of this rank, above or in {log_file}"
     if returncode < 0:
         number = -returncode
         name = f"signal {number}"  # most real-time signals have a number only
         if number not in {*signal.Signals}:
-            remedy = "find out who sent it, or which library uses it"
+            remedy = "find out who sent this signal, or which library uses it"
         else:
             name = signal.Signals(number).name
         if number == signal.SIGKILL:
             remedy = (
-                "find out who sent it: a person, a batch system, or a container at its memory limit"
+                "find out who sent the signal: a person, a batch system, or a container at its"
+                " memory limit"
             )
         detail = f"the process was killed by {name}"
     else:
@@ -266,20 +267,21 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
     limit = f"launch.timeout_seconds={timeout_seconds:g}"
     longer = "raise launch.timeout_seconds"
     if not hang.snapshot.has_started and timeout_seconds < START_SECONDS:
-        limit = f"the limit before the second batch is {START_SECONDS:g} s, later {limit}"
+        limit = f"the limit is {START_SECONDS:g} s before the second batch, and later {limit}"
         longer += f" above {START_SECONDS:g}"
     silence = f"no progress for {hang.seconds:.1f} s ({limit})"
     evidence = [silence, hang.reason, hang.others, hang.called]
     detail = "; ".join(text for text in evidence if text)
-    remedy = f"see the stack of that rank; if it is only slow, {longer}"
+    remedy = f"see the stack of that rank; if the rank is only slow, {longer}"
     if not hang.stack:
         remedy = (
-            "its stack could not be read; find out what that rank waits for, or if it is only"
-            f" slow, {longer}"
+            "the stack of that rank could not be read; find out what the rank waits for, or if"
+            f" it is only slow, {longer}"
         )
     if hang.reason == STOPPED:
         remedy = (
-            "find out who stopped it; kill -CONT PID continues it, within launch.timeout_seconds"
+            "find out who stopped the process; `kill -CONT PID` continues it, within"
+            " launch.timeout_seconds"
         )
     cause = _Cause(HangError.kind, detail, remedy, HangError.exit_code)
     return cause.failure(hang.rank, hang.snapshot, log_file)

@@ -46,7 +46,9 @@ EXCESS = 0.2
 """A straggler's share of time in WORK exceeds that of every other rank by more than this. By chance
 two shares differ by 0.1 (one standard deviation, for the 50 samples of a window at a share of one
 half, taken as independent)."""
-HOLDS_GIL = "its heartbeat thread does not run either: some code holds Python's lock (GIL)"
+HOLDS_GIL = (
+    "the heartbeat thread of the process does not run either: some code holds Python's lock (GIL)"
+)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def attribute_failure(
         step=culprit.step,
         phase=culprit.phase,
         detail=f"{culprit.finding}; {failure.detail}",
-        remedy="look at that rank's host and log; if it is only slow, raise launch.timeout_seconds",
+        remedy="look at that rank's host and log; if the rank is only slow, raise"
+        " launch.timeout_seconds",
         log=str(Path(failure.log).with_name(f"rank_{culprit.rank}.log")),
         **changes,
     )

@@ -114,6 +114,6 @@ def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
     if now != expected and path.exists():
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
-            "leave it to that run, which resumes from the checkpoints there; this process has"
-            " written nothing since",
+            "leave the folder to that run, which resumes from the checkpoints there; this"
+            " process has written nothing since",
         )

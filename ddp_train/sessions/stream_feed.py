@@ -36,6 +36,7 @@ from ddp_train.sessions.exchange_watch import STREAMED_BATCH
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.tensor_tree import tensors
+from ddp_train.text import see_page
 
 SAME_STREAM = (
     "let the stream give the same samples on all processes: seed its shuffling, and do not use"
@@ -433,7 +434,7 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         print(
             f"note: {method}: each of {steps.world.size} processes reads all samples of {name},"
             " and trains on its part. With split_by_node=True each process reads its own part"
-            " only, see docs/guides/own_loop.md",
+            f" only{see_page('Your own loop')}",
             file=sys.stderr,
         )
     return feed

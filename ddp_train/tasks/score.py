@@ -116,14 +116,15 @@ class Scorer:
                 has_units = any(weights)
         metrics |= self.derive(metrics)
         if not all(map(math.isfinite, metrics.values())):
-            reason = "the data have no unit, since each target is left out"
+            reason = "there is nothing to average, since every target is left out"
             if has_units:
                 reason = OF_THE_MODEL if math.isfinite(metrics["loss"]) else explain()
             _warn_of_non_finite(metrics, reason)
         if self.further_metrics:
             further = self.further_metrics.merged(self.states)
             reason = (
-                "it may have no value for these samples, for example where a class has no sample"
+                "the metric may have no value for these samples, for example where a class has"
+                " no sample"
             )
             _warn_of_non_finite(further, reason)
             metrics |= further

@@ -194,7 +194,7 @@ def one_tensor(outputs: Any) -> Tensor:
         return logits
     raise DataError(
         f"the model returns a {type(outputs).__name__}",
-        "return one tensor, [n, ...], in training and in eval, or write a task of your own",
+        "return one tensor, [n, ...], in train and in eval mode, or write a task of your own",
     )
 
 

@@ -140,9 +140,10 @@ def test_all_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     assert (
         refusal(ours, tmp_path / "w.pt")
-        == "model.init_from=w does not fit the model; missing in it: 0.weight (named 0.wieght"
-        " there?); not in the model: 0.wieght, 1.momentum; of another shape: 2.weight [10, 5],"
-        " in the model [3, 5], 2.bias [10], in the model [3]; if this is intended, add"
+        == "model.init_from=w does not fit the model; missing in the file: 0.weight (perhaps"
+        " 0.wieght in the file); not in the model: 0.wieght, 1.momentum; of another shape:"
+        " 2.weight [10, 5] in the file, [3, 5] in the model, 2.bias [10] in the file, [3] in the"
+        " model; if this is intended, add"
         " model.init_ignore=[0.*,1.*,2.*]"
     )
     assert largest_difference(before, ours.state_dict()) == 0, (
@@ -384,7 +385,10 @@ def test_what_is_frozen_rests_until_it_is_not() -> None:
             ["conv.*"],
             r"model\.freeze=\[conv\.\*\]: matches no parameter; there are, for example, 0\.\*, ",
         ),
-        (["*"], r"model\.freeze=\[\*\]: nothing is left to train"),
+        (
+            ["*"],
+            r"model\.freeze=\[\*\]: these globs match every parameter, so nothing is left to train",
+        ),
     ],
 )
 def test_globs_that_match_none_or_all_are_refused(globs: list[str], expected: str) -> None:

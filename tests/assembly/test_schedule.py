@@ -105,11 +105,11 @@ def test_plateau_has_the_direction_of_its_metric() -> None:
         ({"_target_": f"{TORCH}.StepLR", "step_sizes": 2}, "did you mean step_size?"),
         (
             {"_target_": f"{TORCH}.OneCycleLR", "max_lr": 1.0, "total_steps": 7},
-            "it ends after 7 steps, but the run needs 12 of them; leave out schedule.total_steps, and",
+            "the schedule ends after 7 steps, but the run has 12; leave out schedule.total_steps",
         ),
         (
             {"_target_": f"{TORCH}.OneCycleLR", "max_lr": 1.0, "epochs": 1, "steps_per_epoch": 7},
-            "leave out schedule.epochs and schedule.steps_per_epoch, and it has the length",
+            "leave out schedule.epochs and schedule.steps_per_epoch: the schedule then has the",
         ),
         ({"_target_": f"{TORCH}.CyclicLR", "base_lr": 1, "max_lr": 2, "mode": "up"}, "ValueError"),
         ({"_target_": f"{TORCH}.ExponentialLR", "gamma": 1e99}, "OverflowError|learning rates"),
@@ -119,7 +119,7 @@ def test_plateau_has_the_direction_of_its_metric() -> None:
         ),
         (
             {"_target_": f"{TORCH}.ReduceLROnPlateau", "metric": "test.accuracy", "mode": "min"},
-            "schedule.mode=min: accuracy is better if it is higher; leave it out",
+            "schedule.mode=min: a higher accuracy is better; leave schedule.mode out",
         ),
     ],
 )

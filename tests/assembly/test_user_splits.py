@@ -72,7 +72,7 @@ def test_splits_with_names_of_their_own_are_named_by_the_config() -> None:
     pet = "torchvision.datasets.OxfordIIITPet"
     with pytest.raises(
         ConfigError,
-        match=r"split='train' failed: .*trainval.*; use its own names: data\.splits\.train",
+        match=r"split='train' failed: .*trainval.*; use the names of splits that the class knows: data\.splits\.train",
     ):
         opened(pet, arguments={"root": "/nowhere"})
     with pytest.raises(DataError, match="not found") as caught:
@@ -115,7 +115,7 @@ def test_what_trains_neither_tests_nor_validates() -> None:
     for splits, message in (
         (
             {"train": {"download": True}},
-            r"and test set would .* gets \{train:true,first:0\} for both; add data\.splits\.train\.tr",
+            r"and the test set would .* gets \{train:true,first:0\} for both; add data\.splits\.train\.tr",
         ),
         (
             {"train": {"train": True}},
@@ -123,7 +123,7 @@ def test_what_trains_neither_tests_nor_validates() -> None:
         ),
         (
             {"test": {"train": False}, "validation": {"augment": False}},
-            r"training and validation set would be the same",
+            r"the training and the validation set would have the same",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -305,7 +305,7 @@ def test_a_further_set_that_cannot_be_is_refused() -> None:
             opened("tests.support.user_data.Rows", validation=0.0, validation_sets=sets)
         return str(caught.value)
 
-    assert "data.validation_sets.a={split:train}: would be the training samples" in refused(
+    assert "data.validation_sets.a={split:train}: would have the training samples" in refused(
         a={"split": "train"}
     )
     assert "data.validation_sets.b: cannot be opened with {split:validation" in refused(

@@ -216,7 +216,9 @@ def test_rows_are_ordered_and_stand_ins_do_not_count() -> None:
             assert torch.equal(
                 of_rank["gradient", half], torch.full_like(mine, 0.0 if rank == 1 else 4.0)
             )
-        assert "rows differ between processes; here they are" in of_rank["error"]
+        assert (
+            "the rows of the processes differ in shape or dtype; here they are" in of_rank["error"]
+        )
         for other, (facts, (ones, true, numbers)) in enumerate(of_rank["exchanged"]):
             assert (
                 facts == [other, "text"] and true.item() is True and numbers.tolist() == [0, 1, 2]

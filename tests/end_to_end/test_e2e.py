@@ -252,7 +252,7 @@ def test_orphaned_worker_ends_before_it_imports_torch(tmp_path: Path) -> None:
     assert done.returncode == PeerError.exit_code
     assert (
         "FATAL peer (rank 0)" in done.stderr
-        and "so torchrun's agent, which served it, has ended" in done.stderr
+        and "so torchrun's agent, which serves the store, has ended" in done.stderr
     )
     assert re.search(r"\| +ddp_train\b", done.stderr) and not re.search(r"\| +torch\b", done.stderr)
     assert list(tmp_path.iterdir()) == []

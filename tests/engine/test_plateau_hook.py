@@ -122,7 +122,7 @@ def test_a_state_by_another_metric_gives_its_rates_alone() -> None:
     for _ in range(3):
         hooks[0].schedule.see(4, 1.0)
     notes = hooks[1].load_state(hooks[0].state())
-    assert notes == ["note: the schedule uses rmse now, and used loss before"]
+    assert notes == ["note: the schedule follows rmse now; before the resume it followed loss"]
     assert hooks[1].schedule.values(8) == hooks[0].schedule.values(8) == [{"lr": 0.025}]
     assert hooks[1].schedule.scheduler.last_epoch == 0
 

@@ -62,7 +62,7 @@ def test_the_steps_asked_for_are_traced_on_every_rank(tmp_path: Path) -> None:
     )
     assert never.returncode == 2 and len(fatal_lines(never.stderr)) == 1, never.stderr
     said = (
-        "train.profile_steps=6:9: the run has 5 steps; use earlier ones, or raise train.epochs or"
+        "train.profile_steps=6:9: the run has 5 steps; trace earlier steps, or raise train.epochs or"
         " train.max_steps"
     )
     assert said in read(tmp_path / "never", "failure.json")["detail"]

@@ -86,9 +86,7 @@ def test_hooks_act_when_they_are_due_and_go_on_with_their_state(tmp_path: Path) 
         }
         assert found == {"counts": [3, 6, 9, 12], "epochs": [5, 7, 10, 12], "fours": [4, 8, 12]}
     for hook, message in {
-        "mine.Late": (
-            "mine.Late.due(job) returned 0 and must return a whole number above job.step=0"
-        ),
+        "mine.Late": ("mine.Late.due(job) returned 0; return the step after which act is called"),
         "{_target_: mine.Counts, evry: 3}": "cannot be called with evry=3: ",
     }.items():
         done = run(*SMALL, THREE, f"hooks=[{hook}]", f"run_dir={tmp_path}/wrong", env=env)
@@ -200,7 +198,10 @@ def test_states_find_the_hooks_of_their_class() -> None:
     ).state()
     made = [Acts(), Acts(), Acts("kept")]
     (note,) = hooks_of(made, ["c.C", "a.A", "b.B"]).load_state(saved)
-    assert note == "note: the checkpoint has the state of a hook a.A, which this run does not have"
+    assert (
+        note
+        == "note: the checkpoint has the state of a hook a.A; this run has no such hook, and leaves the state out"
+    )
     assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
 
 

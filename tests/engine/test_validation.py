@@ -210,7 +210,7 @@ def test_class_with_train_validates_without_augmentation() -> None:
 
 def test_a_class_that_has_no_validation_split_is_told_what_to_do() -> None:
     with pytest.raises(
-        ConfigError, match=r"split='validation' failed: ValueError: Unk.*use data\.validation=0, or"
+        ConfigError, match=r"split='validation' failed: ValueError: Unk.*use data\.validation=0 for"
     ):
         own("WithoutValidation")
     assert own("WithoutValidation", 0.0).validation is None

@@ -180,3 +180,18 @@ def test_each_test_that_a_page_names_is_there(file: str, name: str) -> None:
         if isinstance(node, ast.FunctionDef)
     }
     assert name in names
+
+
+def test_messages_name_pages_by_their_titles() -> None:
+    """An installed package has no docs/: a message names a page that the site has."""
+    titles = {page.read_text().partition("\n")[0] for page in (ROOT / "docs").rglob("*.md")}
+    named = []
+    for path in (path for name in ("ddp_train", "ddp_lab") for path in (ROOT / name).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "see_page":
+                named += [ast.literal_eval(argument) for argument in node.args]
+            if isinstance(node, ast.Constant) and id(node) not in docstrings:
+                assert not re.search(r"docs/.*\.md", str(node.value)), f"{path}:{node.lineno}"
+    assert named and {f"# {title}" for title in named} <= titles

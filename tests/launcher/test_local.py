@@ -97,7 +97,7 @@ def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank:
     assert time.monotonic() - began < 30
     (fatal,) = fatal_lines(done.stderr)
     assert fatal.startswith(f"FATAL peer (rank {rank})")
-    assert "torchrun's agent, which served it, has ended" in fatal
+    assert "torchrun's agent, which serves the store, has ended" in fatal
 
 
 @pytest.mark.slow

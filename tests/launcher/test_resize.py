@@ -233,9 +233,9 @@ def test_a_size_without_a_gpu_takes_a_spare_one() -> None:
 
 
 def test_why_a_number_is_refused() -> None:
-    assert Size(3, [1, 2, 3], ["a", "b", "c"]).refusal(4) == "it may have 1 to 3 processes"
+    assert Size(3, [1, 2, 3], ["a", "b", "c"]).refusal(4) == "the run may have 1 to 3 processes"
     assert Size(1, [1, 2, 3, 4], ["a", "b", "c"]).refusal(4) == (
-        "each needs a GPU, and there are 3"
+        "each process needs a GPU, and there are 3 GPUs"
     )
     assert Size(1, [1, 2]).refusal(2) == ""
 

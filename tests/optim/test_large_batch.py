@@ -446,7 +446,7 @@ def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"schedule.warmup_epochs=2 \(8 steps\): the run ends earlier, after 6 steps",
+        match=r"schedule.warmup_epochs=2 \(8 steps\): the run ends before the warm-up does, after 6 steps",
     ):
         job_of(config, World(), (table(96), table(12)))
 

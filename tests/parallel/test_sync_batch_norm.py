@@ -167,7 +167,7 @@ def test_what_it_costs_is_said_with_the_way_out() -> None:
     assert cost_of(model, "run.wrap(model)") == ""
     said = cost_of(synchronised(model), "strategy.sync_bn=false")
     assert said.startswith("2 batch norms over all processes: ")
-    assert "; with strategy.sync_bn=false each process uses its own" in said
+    assert ". With strategy.sync_bn=false each process uses its own" in said
 
 
 def ladder_run(world: World, samples: int, sync_bn: bool) -> dict[str, Tensor]:

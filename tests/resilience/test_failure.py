@@ -71,7 +71,7 @@ def test_a_hang_at_the_start_names_the_limit_that_has_passed() -> None:
     hang = hang_detector.Hang(1, before, 120.1, "", "", "", ["frame"])
     failure = failure_from_hang(hang, Path("log"), 8.0)
     assert failure.detail == (
-        "no progress for 120.1 s (the limit before the second batch is 120 s, later"
+        "no progress for 120.1 s (the limit is 120 s before the second batch, and later"
         " launch.timeout_seconds=8)"
     )
     assert failure.remedy.endswith("raise launch.timeout_seconds above 120")
@@ -83,10 +83,10 @@ def test_a_hang_at_the_start_names_the_limit_that_has_passed() -> None:
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     """Real-time signals, which Python names but for the first and the last."""
-    library = "find out who sent it, or which library uses it"
+    library = "find out who sent this signal, or which library uses it"
     for number, name, remedy in (
         (37, "signal 37", library),
-        (signal.SIGTERM, "SIGTERM", "see its output, above or in logs/rank_1.log"),
+        (signal.SIGTERM, "SIGTERM", "see the output of this rank, above or in logs/rank_1.log"),
     ):
         failure = failure_from_exit(
             -number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes=""

@@ -83,4 +83,4 @@ def test_data_without_a_unit_are_told(caplog: pytest.LogCaptureFixture) -> None:
     scorer.add(0, BatchScore({"loss": (torch.zeros(()), torch.tensor(0))}), 3)
     scorer.result()
     assert "the perplexity of an evaluation is" in caplog.text
-    assert "the data have no unit, since each target is left out" in caplog.text
+    assert "there is nothing to average, since every target is left out" in caplog.text
