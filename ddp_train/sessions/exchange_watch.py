@@ -44,6 +44,10 @@ SAME_NORMS = (
     " process. If the model is called in a loop over samples, use run.wrap(model,"
     " sync_batch_norm=False)"
 )
+SAME_MEANS = (
+    ". Call run.mean once for the whole batch, not in a loop over parts of it, of which processes"
+    " may have unequally many: run.mean(torch.cat(losses))"
+)
 
 
 class ExchangeWatch:
@@ -92,6 +96,8 @@ def _error(rank: int, mine: int, other_rank: int, other: int) -> UsageError:
     remedy = SAME_ORDER
     if BATCH_NORM in (_name(mine), _name(other)):
         remedy += SAME_NORMS
+    if UNITS in (_name(mine), _name(other)):
+        remedy += SAME_MEANS
     return UsageError(
         f"rank {rank} is in {_described(mine)}, but rank {other_rank} is in {_described(other)}."
         " Each of the two waits for all processes, so the run would hang",

@@ -64,6 +64,7 @@ class MeanLosses:
         if over is None:
             loss = losses.sum() * share.scale
         else:
+            self.watches.see_units(losses, over, share.num_real)
             units = self._units_of_all(over, share)
             loss = losses.sum() * self._part_of_mean(units, share).to(losses.dtype)
         if loss.requires_grad:
@@ -108,8 +109,8 @@ class MeanLosses:
         factor = self.models.processes * (share.num_real > 0) / units
         return torch.where(units == 0, 0.0, factor)
 
-    def _in_backward(self, _: Tensor) -> None:
-        self.watches.see_backward()
+    def _in_backward(self, gradient: Tensor) -> None:
+        self.watches.see_backward(gradient)
         if self.models.see_backward():
             self.exchange_watch.enter(BACKWARD, self.loop.position.step)
         self.updates.gradients.see_backward()

@@ -96,16 +96,25 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
     if losses.shape == (samples,) or (losses.ndim and len(losses) == losses.numel() == samples):
         return
     cause = ""
+    remedy = (
+        "pass one loss for each sample (reduction='none'). For tokens or pixels use"
+        " run.mean(losses, over=mask), or over=losses.numel() if all count"
+    )
     if samples > 1 and losses.shape[:2] == (samples, samples):
         cause = (
             ". This is one loss for each pair of samples: outputs of shape [n, 1] were compared"
             " with targets of shape [n]"
         )
+    elif losses.numel() < samples:
+        remedy = (
+            "pass one loss for each sample of the batch (reduction='none'). After a loop over parts"
+            " of the batch, join their losses: run.mean(torch.cat(losses)). For tokens or pixels"
+            " that a mask leaves use run.mean(losses, over=mask). For gradients of each sample, as"
+            " in DP-SGD, use torch.autograd.grad and run.sum instead of run.mean"
+        )
     raise UsageError(
         f"run.mean: the losses have the shape {list(losses.shape)}, but the batch has {samples}"
         f" samples{cause}",
-        "pass one loss for each sample (reduction='none'). For tokens or pixels use"
-        " run.mean(losses, over=mask), or over=losses.numel() if all count. For one loss over"
-        " the rows of all processes (ddp_train.all_gather), use"
+        f"{remedy}. For one loss over the rows of all processes (ddp_train.all_gather), use"
         " run.mean(loss.expand(len(batch)))",
     )

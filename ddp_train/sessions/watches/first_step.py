@@ -21,6 +21,7 @@ from ddp_train.sessions.watches.local_gradients import LocalGradients
 from ddp_train.sessions.watches.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.watches.other_means import other_mean
 from ddp_train.sessions.watches.padded_images import PaddedImages
+from ddp_train.sessions.watches.parts_of_batch import PartsOfBatch
 from ddp_train.tensor_tree import tensors
 
 SAME_ROWS = (
@@ -59,6 +60,7 @@ class FirstStep:
         self.local_gradients: LocalGradients | None = None
         if world.is_leader:
             self.local_gradients = LocalGradients()
+        self.parts = PartsOfBatch()
 
     def begin(self, step: int) -> None:
         """To be called when the generators were seeded for the step."""
@@ -73,6 +75,14 @@ class FirstStep:
         warning = other_mean(losses)
         if warning:
             log.warning(warning)
+
+    def see_units(self, losses: Tensor, over: float | Tensor, samples: int) -> None:
+        """Called with the losses and units of each mean over units.
+
+        samples: of this process, in the batch.
+        """
+        if self.is_leader:
+            self.parts.see_mean(losses, over, samples)
 
     def see_losses(self, losses: Tensor, samples: int) -> None:
         """Warn once if the losses compare samples of this process alone.
@@ -109,8 +119,10 @@ class FirstStep:
         if self.local_gradients:
             self.local_gradients.see_sum(value)
 
-    def see_backward(self) -> None:
-        """Called when the mean loss goes backward."""
+    def see_backward(self, gradient: Tensor) -> None:
+        """Called when a mean loss goes backward. gradient: of the loss."""
+        if self.is_leader:
+            self.parts.see_backward(gradient)
         # With create_graph=True nobody knows yet what becomes of the gradients.
         local = self.local_gradients
         if local and not torch.is_grad_enabled() and self.models.are_in_autograd_grad():
@@ -123,6 +135,9 @@ class FirstStep:
             print(DRAWS_BY_RANK, file=sys.stderr)
         if self.local_gradients:
             self.local_gradients.warn()
+        parts = self.parts.warning()
+        if parts:
+            log.warning(parts)
         if self.beside_mean and self.beside_mean.ends_with_some(self.gathers):
             log.warning(BESIDE)
         if self.padded_images:

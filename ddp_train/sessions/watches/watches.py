@@ -106,6 +106,14 @@ class Watches:
             self.first_step.see_means(losses)
         self.first_step.see_losses(losses, samples)
 
+    def see_units(self, losses: Tensor, over: float | Tensor, samples: int) -> None:
+        """Called with the losses and units of each mean over units, without `accumulate`.
+
+        samples: of this process, in the batch.
+        """
+        if self.first_step:
+            self.first_step.see_units(losses, over, samples)
+
     def see_loss(self, loss: Tensor, samples: int) -> None:
         """Called with each mean loss, before it gets hooks: what is watched is not looked at.
 
@@ -114,10 +122,10 @@ class Watches:
         if self.first_step:
             self.first_step.see_loss(loss, samples)
 
-    def see_backward(self) -> None:
-        """Called when a mean loss goes backward."""
+    def see_backward(self, gradient: Tensor) -> None:
+        """Called when a mean loss goes backward. gradient: of the loss."""
         if self.first_step:
-            self.first_step.see_backward()
+            self.first_step.see_backward(gradient)
 
     def see_sum(self, call: str, value: Any) -> None:
         """Called when a value is added up, or gathered, over all processes. call: SUM or GATHER."""
