@@ -4,7 +4,7 @@
         [--compile no|before|after|one_graph] [--sync-batch-norm] [--rounds 5] [--steps 30]
         [--output FILE]
 
-One process for each GPU. All contenders train copies of one model in the same processes, with the
+One process for each GPU; on one GPU "plain" is a loop without DDP. All contenders train copies of one model in the same processes, with the
 same data, loader processes and bf16 autocast, one after the other in each round, in an order that
 changes from round to round; the first round, in which models are compiled, is dropped. Without GPUs
 it runs a few small steps on the CPU, which only shows that the script works.
@@ -192,6 +192,14 @@ def shuffled(dataset: Dataset[Any], batch: int, sampler: Any) -> DataLoader[Any]
     )
 
 
+def wrapped(net: nn.Module, run: Any) -> nn.Module:
+    """By DDP, where there are several processes."""
+    if run.processes == 1:
+        return net
+    arguments = {"device_ids": [run.device.index]} if ON_GPUS else {}
+    return nn.parallel.DistributedDataParallel(net, **arguments)
+
+
 def epochs_of(
     run: Any, asked: argparse.Namespace, dataset: Dataset[Any]
 ) -> dict[str, Callable[[], None]]:
@@ -201,11 +209,10 @@ def epochs_of(
     net = subject.net()
     copies = [copy.deepcopy(net).to(run.device) for _ in range(3)]
 
-    arguments = {"device_ids": [run.device.index]} if ON_GPUS else {}
     inner = compiled(copies[0], asked.compile, "before")
-    wrapped = nn.parallel.DistributedDataParallel(inner, **arguments)
-    plain = Contender(compiled(wrapped, asked.compile, "after"), run.device)
-    plain_loader = shuffled(dataset, subject.batch, DistributedSampler(dataset, drop_last=True))
+    plain = Contender(compiled(wrapped(inner, run), asked.compile, "after"), run.device)
+    sampler = DistributedSampler(dataset, drop_last=True) if run.processes > 1 else None
+    plain_loader = shuffled(dataset, subject.batch, sampler)
 
     options = {"sync_batch_norm": asked.sync_batch_norm}
     model = run.wrap(compiled(copies[1], asked.compile, "before"), **options)
@@ -214,8 +221,9 @@ def epochs_of(
     our_loader = run.loader(dataset, global_batch_size=global_batch, num_workers=WORKERS)
     run.resume(model=model, optimizer=ours.optimizer)
 
+    name = "plain DDP" if run.processes > 1 else "plain"
     found = {
-        "plain DDP": lambda: plain.epoch(plain_loader),
+        name: lambda: plain.epoch(plain_loader),
         "session": lambda: ours.epoch(our_loader),
     }
     if asked.accelerate:
