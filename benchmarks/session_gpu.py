@@ -4,10 +4,11 @@
         [--compile no|before|after|one_graph] [--sync-batch-norm] [--rounds 5] [--steps 30]
         [--output FILE]
 
-One process for each GPU; on one GPU "plain" is a loop without DDP. All contenders train copies of one model in the same processes, with the
-same data, loader processes and bf16 autocast, one after the other in each round, in an order that
-changes from round to round; the first round, in which models are compiled, is dropped. Without GPUs
-it runs a few small steps on the CPU, which only shows that the script works.
+One process for each GPU; on one GPU "plain" is a loop without DDP. All contenders train copies of
+one model in the same processes, with the same data, loader processes and bf16 autocast, one after
+the other in each round, in an order that changes from round to round. The first round, in which
+models are compiled, is dropped. Without GPUs it runs a few small steps on the CPU, which only shows
+that the script works.
 
 compile: `torch.compile` before the model is wrapped or after it, or after it as one graph, with
 torch._dynamo.config.optimize_ddp=False. Accelerate's are compiled by its own plugin.
