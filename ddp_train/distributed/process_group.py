@@ -167,8 +167,24 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
     Without a process group it is unchanged.
     """
     if ranks() > 1:
-        dist.all_reduce(tensor)
+        with _in_order(tensor) as elements:
+            dist.all_reduce(elements)
     return tensor
+
+
+@contextlib.contextmanager
+def _in_order(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, or a contiguous copy that is copied back at the end.
+
+    A collective takes elements in the order of memory, in which those of other strides lie at
+    other places.
+    """
+    elements = tensor
+    if tensor.layout == torch.strided:
+        elements = tensor.contiguous()
+    yield elements
+    if elements is not tensor:
+        tensor.copy_(elements)
 
 
 def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +201,8 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
     """Overwrite the tensors of all ranks with those of rank 0 (broadcast)."""
     if ranks() > 1:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
+            with _in_order(tensor.detach()) as elements:
+                dist.broadcast(elements, 0)
 
 
 def from_leader(value: Any, device: str) -> Any:
