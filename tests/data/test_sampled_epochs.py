@@ -273,6 +273,6 @@ def test_an_epoch_without_a_full_batch_is_refused() -> None:
     config = Config(data=CustomDataConfig(target=f"{HERE}.Rows", drop_last=True))
     config.train.global_batch_size = 24
     with pytest.raises(
-        ConfigError, match=r"leaves no batch: train\.global_batch_size=24, and there are 20"
+        ConfigError, match=r"leaves no batch, since train\.global_batch_size=24 is more than the 20"
     ):
         build_plan(config, World(), 20)
