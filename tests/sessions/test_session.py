@@ -246,7 +246,8 @@ def test_failures_are_named(folder: Path) -> None:
         line,
     )
     assert (
-        "if it is only slow, raise timeout_seconds" in hung.stderr and "in at_fault" in hung.stderr
+        "if the rank is only slow, raise timeout_seconds" in hung.stderr
+        and "in at_fault" in hung.stderr
     )
 
 
