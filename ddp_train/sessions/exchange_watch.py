@@ -15,6 +15,7 @@ from ddp_train.sessions.settings import UsageError
 BACKWARD = "backward()"
 UNITS = "run.mean(losses, over=...)"
 CLOSURE = "optimizer.step(closure)"
+OWN_GRADIENTS = "optimizer.step() without run.mean"
 SUM = "run.sum"
 GATHER = "run.gather"
 LOADER = "run.loader"
@@ -30,6 +31,7 @@ END_OF_SESSION = "the end of the session"
 EXCHANGES = (
     *("", BACKWARD, UNITS, CLOSURE, BATCH_NORM, ALL_GATHER, SUM, GATHER, LOADER, TEST_LOADER),
     *(PASS, STREAMED_BATCH, UPDATE_BN, LINE, CHECKPOINT, KEEPING, END_OF_EPOCH, END_OF_SESSION),
+    OWN_GRADIENTS,
 )
 """The name of each exchange of a session, by its number; 0 is that of none."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
@@ -111,6 +113,6 @@ def _name(exchange: int) -> str:
 
 def _described(exchange: int) -> str:
     name = _name(exchange)
-    if name in (BACKWARD, UNITS):
+    if name in (BACKWARD, UNITS, OWN_GRADIENTS):
         return f"{name} of step {exchange >> 24}"
     return name

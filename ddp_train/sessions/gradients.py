@@ -33,6 +33,8 @@ class GradientWatch:
         """The optimizer has stepped since the last loss, if its steps are seen."""
         self.had_backward = False
         """A loss of the step that began last has gone backward."""
+        self.had_own = False
+        """In it an optimizer has used gradients that the loop itself has set."""
         self.windows = Windows()
         self.updates = 0
         """Steps of optimizers of the model."""
@@ -42,6 +44,16 @@ class GradientWatch:
         """The optimizers that have stepped since the last backward pass."""
         self._keeps_used: bool | None = None
         """The loop was seen to keep used gradients; None: it was not seen to do either."""
+
+    @property
+    def had_some(self) -> bool:
+        """The step that began last has had gradients, which are those of all processes."""
+        return self.had_backward or self.had_own
+
+    def begin_step(self) -> None:
+        """Called when a step begins."""
+        self.had_backward = False
+        self.had_own = False
 
     def see_loss(self) -> None:
         """Called when a loss is made."""

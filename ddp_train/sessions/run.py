@@ -311,9 +311,9 @@ class Run(MediaCalls):
         """Return the mean loss over the global batch, for `backward()`.
 
         Its gradients are exact even if processes have different numbers of samples. A step of an
-        optimizer whose loss is not from `run.mean` is an error. The value differs
-        between processes: its mean over them, `run.sum(loss.item()) / run.processes`, is the mean
-        loss.
+        optimizer after the `backward()` of any other loss is an error; gradients that a loop sets
+        itself must be the same on all processes. The value differs between processes: its mean over
+        them, `run.sum(loss.item()) / run.processes`, is the mean loss.
 
         losses: one loss per sample of this process, [n], as with reduction='none'. With `over`, any
             shape.

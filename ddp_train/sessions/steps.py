@@ -287,7 +287,7 @@ class Steps:
         self.loop.open_step = OpenStep()
         self.has_samples = True
         self.loop.see_batches_left(True)
-        self.updates.gradients.had_backward = False
+        self.updates.gradients.begin_step()
         position = self.loop.position
         rows = StepRows(
             self.settings.seed, position.epoch, position.step, share.indices, share.num_real
@@ -322,8 +322,8 @@ class Steps:
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
         could_be_saved = self.updates.gradients.are_used and not is_last and not self.whole_epochs
-        # Without a backward pass the others may be steps behind.
-        if could_be_saved and self.updates.gradients.had_backward:
+        # Without gradients of all processes the others may be steps behind.
+        if could_be_saved and self.updates.gradients.had_some:
             saving.keep(is_epoch_over=False)
         self.status.step = self.loop.position.step  # what is not kept yet is not done
         if could_be_saved and saving.is_due:
@@ -333,10 +333,10 @@ class Steps:
             self._stop_if_agreed()
 
     def leave_step(self, step: OpenStep) -> None:
-        """End the last step of a loop that was left by `break`: it counts if it went backward."""
+        """End the last step of a loop that was left by `break`: it counts if it had gradients."""
         if self.loop.open_step is not step:
             return
-        if self.updates.gradients.had_backward:
+        if self.updates.gradients.had_some:
             self._count(step)
             self.status.step = self.loop.position.step
         self._close_step()

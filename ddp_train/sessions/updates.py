@@ -8,15 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ddp_train.distributed.process_group import same_everywhere, total
+from ddp_train.distributed.replicas import check_same_weights
+from ddp_train.errors import ModelError
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.sessions.exchange_watch import CLOSURE, ExchangeWatch
+from ddp_train.sessions.exchange_watch import CLOSURE, OWN_GRADIENTS, ExchangeWatch
 from ddp_train.sessions.foreign_optimizers import ForeignOptimizers
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
+from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.watches.unsaved import refuse_unsaved_scaler
 from ddp_train.sessions.wrapped import Wrapped
@@ -24,6 +31,11 @@ from ddp_train.sessions.wrapped import Wrapped
 SAME_UPDATES = (
     "each process has only its part of a loss, so let all processes decide by the same sum: if"
     " math.isfinite(run.sum(loss.item())): optimizer.step()"
+)
+WAY_OF_OWN_GRADIENTS = (
+    "For gradients of your own, as the clipped ones of each sample in DP-SGD, use"
+    " torch.autograd.grad, add them up over this process's samples, and set p.grad ="
+    " run.sum(total) / run.sum(len(batch)) on all processes"
 )
 
 
@@ -45,11 +57,19 @@ class Updates:
         self.foreign_optimizers = ForeignOptimizers(models)
         self.looked_at: set[Optimizer] = set()
         """The optimizers whose scaler, if they have one, is saved."""
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self.own_steps = 0
+        """Steps of optimizers with gradients that the loop itself has set."""
+        self.next_comparison = 1
+        """The one of these steps after which weights are compared."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def close(self) -> None:
         """See no more steps."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def watch(self, saved: Mapping[str, Any]) -> None:
         """Expect steps of the optimizers among the objects that run.resume got."""
@@ -64,7 +84,7 @@ class Updates:
     def log_step(self) -> int:
         """The number of updates that are done, for what is logged now."""
         in_step = self.loop.open_step is not None
-        is_done = in_step and self.gradients.are_used and self.gradients.had_backward
+        is_done = in_step and self.gradients.are_used and self.gradients.had_some
         return self.loop.position.step + is_done
 
     def check_same_number(self) -> None:
@@ -104,16 +124,54 @@ class Updates:
             self.status.phase = "optimizer step"
             return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
         if not self.gradients.had_backward:
-            raise UsageError(
-                "optimizer.step() was called in a step whose loss was not computed by run.mean:"
-                " its gradient would not be the mean over the global batch",
-                "use loss = run.mean(losses), with one loss for each sample (reduction='none'),"
-                " then loss.backward()",
-            )
+            self._see_own_gradients(optimizer)
         self._check_gradients(self.optimizers[optimizer])
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
         return None
+
+    def _see_own_gradients(self, optimizer: Optimizer) -> None:
+        """Called before a step of an optimizer in a step of the loop without a loss of run.mean.
+
+        Raises UsageError unless the loop itself has set the gradients.
+        """
+        gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+        models = self.optimizers[optimizer]
+        went_backward = any(model.gradient_exchange.foreign_pass is not None for model in models)
+        if went_backward or all(gradient is None for gradient in gradients):
+            raise UsageError(
+                "optimizer.step() was called in a step whose loss was not computed by run.mean:"
+                " its gradient would not be the mean over the global batch",
+                "use loss = run.mean(losses), with one loss for each sample (reduction='none'),"
+                f" then loss.backward(). {WAY_OF_OWN_GRADIENTS}",
+            )
+        self.gradients.had_own = True
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Called after each step of any optimizer in this process.
+
+        Compares the weights of all processes after own steps 1, 2, 4, 8 ...: an optimizer may
+        change gradients within its step.
+
+        Raises UsageError if they differ.
+        """
+        if not self.gradients.had_own or optimizer not in self.optimizers:
+            return
+        self.own_steps += 1
+        if self.own_steps != self.next_comparison:
+            return
+        self.next_comparison *= 2
+        self.exchange_watch.enter(OWN_GRADIENTS, self.loop.position.step)
+        try:
+            for model in self.optimizers[optimizer]:
+                check_same_weights(model.module)
+        except ModelError as error:
+            raise UsageError(
+                "optimizer.step() was called with gradients that the loop itself has set, and after"
+                f" it {error}",
+                f"{WAY_OF_OWN_GRADIENTS}. For noise use ddp_train.noise_like(p, rows='shared'),"
+                " which is the same on all processes",
+            ) from error
 
     def _check_gradients(self, models: Iterable[Wrapped]) -> None:
         """Raise an error if an update of models would use gradients that are not those of all."""
