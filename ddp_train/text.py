@@ -124,6 +124,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def with_article(noun: str) -> str:
+    """`an AveragedModel`, `a Linear`."""
+    article = "an" if noun[:1] in "AEIOaeio" else "a"
+    return f"{article} {noun}"
+
+
 def snake_case(name: str) -> str:
     """LanguageModel -> language_model, MulticlassF1Score -> multiclass_f1_score, BinaryAUROC ->
     binary_auroc."""

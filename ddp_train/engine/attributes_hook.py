@@ -16,8 +16,8 @@ from ddp_train.text import see_page
 MOST_NAMES = 3
 """The most names that a note lists."""
 NOT_SAVED = (
-    "note: {} changed during training but is in no checkpoint, so a resumed run starts it"
-    " again; set it in __enter__ of a hook too, or keep it in a buffer of the"
+    "note: {} changed during training but is in no checkpoint: a resumed run would have"
+    " its first value. Set it in __enter__ of a hook too, or keep it in a buffer of the"
     f" model{see_page('Hooks and logging')}"
 )
 

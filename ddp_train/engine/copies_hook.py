@@ -11,13 +11,13 @@ from ddp_train.engine.loop import Job
 from ddp_train.models.living_objects import LivingObjects, objects_within
 from ddp_train.models.unsaved_copies import UnsavedCopies
 from ddp_train.telemetry.console import Display
-from ddp_train.text import see_page
+from ddp_train.text import see_page, with_article
 
 LEVELS = 2
 """Levels at which a task or a hook may hold a copy: in an attribute, or in a list there."""
 NOT_SAVED = (
-    "note: {} changed during training but is in no checkpoint, so a resumed run starts it"
-    " again; keep it in the model, or in a hook with state_dict() and"
+    "note: {} changed during training but is in no checkpoint: a resumed run would begin"
+    " with a new one. Keep it in the model, or in a hook with state_dict() and"
     f" load_state_dict(state){see_page('Hooks and logging')}"
 )
 
@@ -71,7 +71,7 @@ class CopiesHook:
         for name, item in self._objects():
             if item is copy:
                 return f"{name} ({kind})"
-        return f"a {kind}"
+        return with_article(kind)
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """The holders, their attributes and what lists and dicts in these hold, by names."""

@@ -19,6 +19,7 @@ from ddp_train.distributed.training_step import scored
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import TaskError, WriteError
 from ddp_train.tasks.task import Task, has_own_columns
+from ddp_train.text import with_article
 
 Columns = Mapping[str, np.ndarray]
 """Columns by their names, each with a row per sample."""
@@ -78,7 +79,7 @@ def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor
     columns = {}
     for name, value in predictions.items():
         if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
-            kind = f"a {type(value).__name__}"
+            kind = with_article(type(value).__name__)
             if isinstance(value, Tensor):
                 kind = f"a tensor {list(value.shape)}"
             raise TaskError(f"{source} returned {kind} as {name!r}, for {rows} samples", remedy)

@@ -23,7 +23,7 @@ from ddp_train.resilience.failure import Failure
 from ddp_train.text import counted
 
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
-"""Exit codes of failures that a restart would only repeat."""
+"""Exit codes of failures whose cause somebody must remove before a restart helps."""
 NOT_SAVED = (ModelError.kind, NonFiniteLossError.kind, WriteError.kind)
 """Kinds of failures after which no step is saved: the weights of the processes have come apart, the
 last weights give a loss that is not finite, or the run directory cannot be written."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.text import counted, first_line, matching, unmatched
+from ddp_train.text import counted, first_line, matching, unmatched, with_article
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """Entries in which files of whole training runs keep the weights (Lightning: state_dict)."""
@@ -71,7 +71,7 @@ def read_weights(path: Path, source: str) -> Weights:
     content, sha256 = _read_file(path, source)
     if _is_state_dict(content):
         return Weights(dict(content), source, sha256)
-    description = f"a {type(content).__name__}"
+    description = with_article(type(content).__name__)
     if isinstance(content, Mapping):
         wrappers = [name for name in WRAPPERS if _is_state_dict(content.get(name))]
         if len(wrappers) == 1:

@@ -39,6 +39,7 @@ from ddp_train.models.python_state import (
     is_beside_models,
     look_through,
 )
+from ddp_train.text import with_article
 
 MOST_BYTES = 2**27
 """The largest array or tensor that is kept, unless it is a parameter or buffer: data sets may be
@@ -373,7 +374,7 @@ def _place_of(value: Any) -> Any:
 def _reduced(iterator: Iterator[Any]) -> tuple[Any, ...]:
     """The parts from which pickle would make it again. Raises TypeError if it could not."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
-        raise TypeError(f"a {type(iterator).__name__} is of a class of its own")
+        raise TypeError(f"{with_article(type(iterator).__name__)} is of a class of its own")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, until Python 3.14
         return tuple(iterator.__reduce__())  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ddp_train.models.generators import get_state, is_generator
 from ddp_train.resilience.failure_report import is_foreign
 from ddp_train.tensor_tree import attributes_of
+from ddp_train.text import with_article
 
 MOST_ITEMS = 64
 """The most items of a list or dict that are inspected one by one."""
@@ -170,7 +171,7 @@ class State:
                 self.seen[id(value)] = path, value
                 self._walk(path, value, depth)
         except Exception:  # noqa: BLE001  any object may raise anything when it is inspected
-            self.found[path] = f"a {type(value).__name__} that cannot be looked at"
+            self.found[path] = f"{with_article(type(value).__name__)} that cannot be looked at"
 
     def walk_globals(self, module: str) -> None:
         """Inspect the globals of a module of the user's, and note those that it imports from."""

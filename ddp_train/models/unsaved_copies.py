@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddp_train.models.averages_in_variables import AveragesInVariables
 from ddp_train.models.living_objects import LivingObjects, objects_within
 from ddp_train.resilience.failure_report import is_foreign
-from ddp_train.text import snake_case
+from ddp_train.text import snake_case, with_article
 
 log = logging.getLogger(__name__)
 DEEPEST = 5
@@ -79,10 +79,10 @@ class UnsavedCopies:
         tensors_of = self._tensors_of_variables(Saved(self.models, self.objects))
         for name in self.in_variables.changed(tensors_of, norms_of):
             log.warning(
-                "%s changed during training but is in no checkpoint, so a resumed run starts it"
-                " again; keep it in an object with state_dict and load_state_dict (such as torch's"
-                " AveragedModel), create that before run.resume, and pass it: run.resume(...,"
-                " %s=%s)",
+                "%s changed during training but is in no checkpoint: a resumed run would begin with"
+                " a new one. Keep it in an object with state_dict and load_state_dict (such as"
+                " torch's AveragedModel), create that before run.resume, and pass it:"
+                " run.resume(..., %s=%s)",
                 *(name, name, name),
             )
 
@@ -239,9 +239,9 @@ def _warn_of(holder: Any) -> None:
     name = name_of(holder)
     kind = type(holder).__name__
     log.warning(
-        "%s changed during training but is in no checkpoint, so a resumed run starts it again; %s"
-        " before run.resume, and pass it: run.resume(..., %s)",
-        f"{name} ({kind})" if name else f"a {kind}",
+        "%s changed during training but is in no checkpoint: a resumed run would begin with a new"
+        " one. %s before run.resume, and pass it: run.resume(..., %s)",
+        f"{name} ({kind})" if name else with_article(kind),
         _what_to_do(holder, kind),
         _argument(name, kind),
     )
@@ -249,8 +249,8 @@ def _warn_of(holder: Any) -> None:
 
 def _what_to_do(holder: Any, kind: str) -> str:
     if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
-        return "create it"
-    return f"give {kind} state_dict and load_state_dict, create it"
+        return "Create it"
+    return f"Give {kind} state_dict and load_state_dict, create it"
 
 
 def _argument(name: str, kind: str) -> str:

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import RangeSweep
 
 from ddp_train.config.metrics import MEASURED
+from ddp_train.config.packages import how_to_install_extra
 from ddp_train.options.schema import Config
 from ddp_train.scored_sets import TEST, VALIDATION, kind_of, main_set, of_kind
 from ddp_train.sweeps.overrides import is_of_hydra, key_of, last_value, parsed
@@ -55,8 +56,8 @@ def missing_for_slurm(launcher: str) -> list[str]:
     )
     if not is_installed:
         return [
-            f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher; run pip install"
-            " -e '.[slurm]'"
+            f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher;"
+            f" {how_to_install_extra('slurm')}"
         ]
     if not shutil.which("srun"):
         return [

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ddp_train.text import with_article
+
 
 class Predictions(NamedTuple):
     """Outputs and targets of a batch."""
@@ -62,7 +64,7 @@ def description(samples: Any) -> str:
         return f"{list(samples.shape)} of {samples.dtype}"
     if isinstance(samples, dict):
         return f"a dict of {', '.join(map(str, samples))}"
-    return f"a {type(samples).__name__} of {len(samples)}"
+    return f"{with_article(type(samples).__name__)} of {len(samples)}"
 
 
 def _from_sample(start: int, samples: Any) -> Any:

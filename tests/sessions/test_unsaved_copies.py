@@ -65,7 +65,7 @@ def no_move(*_: Any) -> None: ...
 
 
 MOVING = [
-    (student, follow, "moving (Sequential)", "create it before run.resume", "moving=moving"),
+    (student, follow, "moving (Sequential)", "Create it before run.resume", "moving=moving"),
     (
         AveragedModel,
         lambda average, model: average.update_parameters(model),
@@ -77,7 +77,7 @@ MOVING = [
         ShadowEma,
         lambda average, model: average.update(model),
         "moving (ShadowEma)",
-        "give ShadowEma state_dict and load_state_dict, create it before",
+        "Give ShadowEma state_dict and load_state_dict, create it before",
         "moving=moving",
     ),
     (

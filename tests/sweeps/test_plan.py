@@ -185,7 +185,7 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", without_plugins)
     with pytest.raises(
         ConfigError,
-        match=r"needs the package hydra-submitit-launcher; run pip install -e '\.\[slurm\]'",
+        match=r"needs the package hydra-submitit-launcher; run .* -m pip install .*\[slurm\]",
     ):
         plan_sweep(PROGRAM, ["-m", "hydra/launcher=slurm", "seed=1,2"])
 

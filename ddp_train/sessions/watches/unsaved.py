@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_train.models.living_objects import LivingObjects, living_objects, objects_within
 from ddp_train.sessions.settings import UsageError
+from ddp_train.text import with_article
 
 log = logging.getLogger(__name__)
 DEEPEST = 5
@@ -30,8 +31,8 @@ def refuse_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -
     for scheduler in _unsaved_schedulers(saved, living):
         name = next(name for name, value in saved.items() if value is scheduler.optimizer)
         raise UsageError(
-            f"run.resume did not get a {type(scheduler).__name__} of {name}. Its state would be"
-            " lost, and a resumed run would have other learning rates",
+            f"run.resume did not get {with_article(type(scheduler).__name__)} of {name}. Its state"
+            " would be lost, and a resumed run would have other learning rates",
             f"use run.resume(model=model, {name}={name}, scheduler=scheduler)",
         )
 
@@ -40,10 +41,10 @@ def warn_of_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) 
     """Name the schedulers that were made after run.resume, before the first checkpoint."""
     for scheduler in _unsaved_schedulers(saved, living):
         log.warning(
-            "a %s was created after run.resume, so its state is in no checkpoint, and a resumed"
+            "%s was created after run.resume, so its state is in no checkpoint, and a resumed"
             " run starts it from its beginning. Create it earlier, and pass it:"
             " run.resume(model=model, optimizer=optimizer, scheduler=scheduler)",
-            type(scheduler).__name__,
+            with_article(type(scheduler).__name__),
         )
 
 
