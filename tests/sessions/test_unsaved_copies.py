@@ -70,7 +70,7 @@ MOVING = [
         AveragedModel,
         lambda average, model: average.update_parameters(model),
         "moving (AveragedModel)",
-        "create it",
+        "Create it",
         "run.resume(..., moving=moving)",
     ),
     (
@@ -84,7 +84,7 @@ MOVING = [
         lambda model: Distillation(),
         lambda criterion, model: criterion.move_centre(torch.ones(2, 3).double()),
         "moving (Distillation)",
-        "create it",
+        "Create it",
         "moving=moving",
     ),
 ]
