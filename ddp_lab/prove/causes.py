@@ -21,7 +21,8 @@ from ddp_train.text import counted, see_page
 
 SUMS = (
     "return from loss() the sum of the losses of all units, and the number of units. Take no"
-    " mean, and use no factor that is computed from the batch"
+    " mean, and weigh no sample by others of the batch. Multiply what does not depend on samples,"
+    " as a penalty on weights, by the number of units: return losses.sum() + penalty * units, units"
 )
 PADDING = (
     "mask the padding in model and loss, or pack the sequences. Or pad all samples to one"
@@ -199,7 +200,7 @@ class Divided:
         text = (
             f"the loss is not a sum over its units: {self.whole.loss:.6g} for the whole global"
             f" batch, but {self.parts.loss:.6g} as the sum of its {parts}. The loss is averaged"
-            " or weighted within each micro-batch"
+            " or weighted within each micro-batch, or has a part that does not depend on samples"
         )
         return Cause("mean", text, SUMS)
 

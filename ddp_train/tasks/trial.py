@@ -83,8 +83,16 @@ class LossTrial:
                 " loss * n and n)"
             )
         if losses[0] and all(math.isclose(loss, losses[0], rel_tol=TOLERANCE) for loss in losses):
-            remedy = f'{RETURN_SUMS}, as with reduction="sum"'
+            remedy = f'{RETURN_SUMS}, as with reduction="sum"; multiply a penalty by that number'
             return f"{findings}: that is a mean, not a sum; {remedy}"
+        constant = self.constant_part
+        if constant:
+            return (
+                f"{findings}, of which {constant:.6g} does not grow with the batch, as a penalty on"
+                f" weights: each process adds it to its own sum, so {DEPENDS_ON_PROCESSES};"
+                " multiply it by the number of units:"
+                " return losses.sum() + penalty * units, units"
+            )
         units_one_by_one = math.fsum(count for _, count in self.of_each)
         if not math.isclose(distinct_units, units_one_by_one, rel_tol=UNIT_TOLERANCE):
             return (
@@ -93,6 +101,21 @@ class LossTrial:
                 " only valid units, as mask.sum() does, and no padding"
             )
         return ""
+
+    @property
+    def constant_part(self) -> float:
+        """The part of each loss that does not depend on the number of samples; 0 without one.
+
+        Losses of 1, 2 and 5 copies are a + b, a + 2 b and a + 5 b then. Those that compare samples
+        are on no line.
+        """
+        one, two, five = [loss for loss, _ in self.of_copies]
+        of_each = two - one
+        constant = one - of_each
+        is_line = math.isclose(five - two, 3 * of_each, rel_tol=TOLERANCE)
+        if is_line and abs(constant) > TOLERANCE * max(abs(one), abs(two)):
+            return constant
+        return 0.0
 
     @property
     def mixes_samples(self) -> bool:
@@ -107,7 +130,7 @@ class LossTrial:
 
 @torch.no_grad()
 def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
-    """Raise ConfigError if `loss` returns a mean, or units that are not those of the batch.
+    """Raise ConfigError if `loss` is no sum over its units, or these are not those of the batch.
 
     A sum over five copies of a sample is five times that of one, and has five times the units. A
     mean stays what it is; it would weight the samples of a small micro-batch more than those of a

@@ -69,6 +69,7 @@ def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
     [
         lambda outputs: (outputs.square().sum(), len(outputs)),
         lambda outputs: (outputs.square().sum(), outputs.numel()),
+        lambda outputs: (outputs.square().sum() + 0.5 * len(outputs), len(outputs)),
         lambda outputs: (-outputs.mean() * len(outputs), len(outputs)),
         lambda outputs: ((outputs * torch.rand_like(outputs)).sum(), len(outputs)),
         lambda outputs: (
@@ -113,6 +114,20 @@ def test_a_loss_that_compares_samples_of_a_process_is_told(
     monkeypatch.setattr(trial, "ranks", lambda: ranks)
     tried(OfOutputs(loss))
     assert (trial.MIXED in caplog.text) == is_told
+
+
+def penalised(outputs: Tensor) -> tuple[Tensor, int]:
+    """A penalty that each process would add once."""
+    return outputs.square().sum() + 0.5, len(outputs)
+
+
+def test_a_penalty_that_is_not_multiplied_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        tried(OfOutputs(penalised))
+    assert "of which 0.5 does not grow with the batch, as a penalty on weights" in str(
+        refused.value
+    )
+    assert "return losses.sum() + penalty * units, units" in str(refused.value)
 
 
 @pytest.mark.parametrize(
