@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ddp_train.sessions.open_step import OpenStep
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.settings import UsageError
+from ddp_train.text import counted
 
 
 @dataclass
@@ -28,6 +29,56 @@ class LoopState:
         """None between two epochs."""
         self.open_step: OpenStep | None = None
         """None between two steps."""
+        self.loops = 0
+        """Loops over run.epochs that this process has begun."""
+        self.is_in_loop = False
+        """One of them goes on."""
+        self.largest_count = 0
+        """The largest number of epochs that one of them got."""
+
+    def begin_loop(self, count: int) -> None:
+        """Begin a loop over `run.epochs(count)`.
+
+        Raises UsageError inside of another one, behind one that a `break` has left inside of an
+        epoch, and if all epochs of an earlier one are done and the count is not above theirs.
+        """
+        call = f"run.epochs({count})"
+        position = self.position
+        if self.is_in_loop:
+            raise UsageError(
+                f"{call} was called inside of another loop over run.epochs",
+                "use one loop for all epochs of the run, and find the part from the epoch's"
+                " number: for epoch in run.epochs(6): part = epoch // 3",
+            )
+        if self.open_epoch and position.batch > self.open_epoch.first_batch:
+            raise UsageError(
+                f"{call}: the loop over run.epochs before it was left inside of epoch"
+                f" {position.epoch}, after {counted(position.batch, 'step')} of it",
+                "leave a loop over epochs at the top of an epoch, before its first batch: `if"
+                " is_done: break`",
+            )
+        if 0 < count <= min(position.epoch, self.largest_count):
+            raise UsageError(
+                f"{call} has no epoch left: earlier loops have done {position.epoch}, and the"
+                " count is that of the whole run",
+                f"for {counted(count, 'further epoch')} use run.epochs({position.epoch + count})",
+            )
+        self.loops += 1
+        self.is_in_loop = True
+        self.largest_count = max(self.largest_count, count)
+        position.loops = max(position.loops, self.loops)
+
+    def check_loop(self) -> None:
+        """Raise UsageError if a resumed run trains in an earlier loop than before."""
+        if self.loops < self.position.loops:
+            raise UsageError(
+                f"the checkpoint was saved in loop {self.position.loops} over run.epochs, but the"
+                f" resumed run trains in loop {self.loops}",
+                "if a `break` ended that loop, let its condition hold again where the run"
+                " resumes: compare the number of the epoch (`if epoch >= 3: break`), or read an"
+                " object that run.resume got. To start over, use a new folder:"
+                " ddp_train.session('runs/new')",
+            )
 
     @property
     def epochs_begun(self) -> int:

@@ -15,6 +15,8 @@ class Position:
     batch: int = 0
     step: int = 0
     """Batches done in all epochs."""
+    loops: int = 0
+    """Loops over run.epochs that were begun."""
 
     def end_epoch(self) -> None:
         self.epoch += 1

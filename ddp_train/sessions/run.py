@@ -264,14 +264,16 @@ class Run(MediaCalls):
         """Iterate over the numbers of the remaining epochs, up to count - 1; a new run begins with
         0.
 
-        A checkpoint is saved after every `save_every` epochs and after the last one. A stop
+        Counts are those of the whole run: behind `epochs(3)`, `epochs(6)` trains three more. A
+        checkpoint is saved after every `save_every` epochs and after the last one. A stop
         (SIGTERM, Ctrl-C) ends all processes after the same step, and saves one too unless `whole`
         is True.
 
-        The global generators of torch, numpy and Python are seeded at the beginning of each epoch
-        and at the end of its loop over batches, with the same seed on all processes.
+        The global generators of torch, numpy and Python are seeded at the beginning of each epoch,
+        at the end of its loop over batches, and at the end of the loop over epochs, with the same
+        seed on all processes.
 
-        count: number of epochs in all, including those done before a resume.
+        count: number of epochs in all, including those of earlier loops and before a resume.
         save_every: number of epochs between two checkpoints.
         whole: True saves no checkpoint within an epoch, so that a run resumes at the beginning of
             one. Use it for loops that keep state which no checkpoint contains (hidden states,
@@ -279,7 +281,8 @@ class Run(MediaCalls):
             again.
 
         Raises UsageError if `resume` was not called, `count` is negative or `save_every` is below
-        1.
+        1; if an earlier loop has done as many epochs, or was left inside of one; and inside of
+        another such loop.
         """
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:

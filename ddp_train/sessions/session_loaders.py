@@ -22,6 +22,8 @@ class SessionLoaders:
         """The states in the checkpoint by number of the loader, until it goes on from there."""
         self.checkpoints: SessionCheckpoints | None = None
         """Those that the run resumed from; None before, and if it began anew."""
+        self.first_step = 0
+        """Steps that were done before, then."""
 
     def add(self, loader: StatefulLoader) -> int:
         """Add a loader. Returns its number."""
@@ -34,15 +36,21 @@ class SessionLoaders:
         return len(self.current) - 1
 
     def go_on(self, checkpoints: SessionCheckpoints) -> None:
-        """Give the loaders what the checkpoint has of them, before the first epoch.
+        """Give the loaders what the checkpoint has of them, where a loop over epochs begins.
+
+        Later loops begin without it.
 
         Raises DataError if they have other data, and it lies inside of a pass.
         """
         self.lasting = len(self.current)
         if checkpoints.resumed_from is None:
             return
-        self.checkpoints = checkpoints
-        self.saved = dict(enumerate(checkpoints.saved_loaders))
+        if self.checkpoints is None:
+            self.checkpoints = checkpoints
+            self.first_step = self.loop.position.step
+            self.saved = dict(enumerate(checkpoints.saved_loaders))
+        if self.loop.position.step > self.first_step:
+            return
         is_inside = any(not state["place"]["is_over"] for state in checkpoints.saved_loaders)
         if is_inside or self.loop.position.batch:
             self.check_same_batches()
@@ -54,6 +62,10 @@ class SessionLoaders:
         del self.current[self.lasting :]
         for loader in self.current:
             loader.begin_epoch(self.loop.position.epoch)
+
+    def end_loop(self) -> None:
+        """Called where a loop over epochs has none left: loaders of the last one end with it."""
+        del self.current[self.lasting :]
 
     def facts(self) -> dict[str, Any]:
         """Facts that identify the batches of all loaders."""

@@ -128,7 +128,18 @@ class Steps:
                 "call run.resume(model=model, optimizer=optimizer) before the loop, with"
                 " everything that has a state_dict",
             )
+        self.loop.begin_loop(count)
+        try:
+            yield from self._loop_of_epochs(saving, count, save_every)
+        finally:
+            self.loop.is_in_loop = False
+            if not self.is_over:
+                # What follows a loop draws the same where a resumed run finds it done.
+                self._seed_alike("end of epochs", self.loop.loops)
+
+    def _loop_of_epochs(self, saving: Saving, count: int, save_every: int) -> Iterator[int]:
         position = self.loop.position
+        whole = self.whole_epochs
         saved = None
         if not self.settings.is_proof:
             saved = [*saving.checkpoints.objects.values(), *self.models]
@@ -138,7 +149,7 @@ class Steps:
             self.epoch_beginning = EpochBeginning(checkpoints.modules, checkpoints.objects)
         self.loaders.go_on(saving.checkpoints)
         if saving.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
-            print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
+            print(f"run.epochs({count}): all {counted(count, 'epoch')} are done", file=sys.stderr)
         self.numbers.open()
         saving.copies.note()
         while position.epoch < count:
@@ -162,6 +173,7 @@ class Steps:
                 saving.save()
             if not is_last:
                 self._stop_if_agreed()
+        self.loaders.end_loop()
 
     def modules_together(self) -> nn.Module:
         """All models as one, with the copies of them that run.resume got."""
@@ -178,7 +190,11 @@ class Steps:
             self.epoch_beginning.begin(self.loop.position.batch > 0)
 
     def begin_pass(self) -> None:
-        """Called where a loader begins a pass over its data, before it takes any."""
+        """Called where a loader begins a pass over its data, before it takes any.
+
+        Raises UsageError in another loop over epochs than that of the checkpoint.
+        """
+        self.loop.check_loop()
         self.watches.begin_pass()
         if self.saving:
             self.saving.checkpoints.checkpoint_watch.begin_epoch()
