@@ -13,6 +13,7 @@ OF_AVERAGE = "ema_"
 """Begins the names of the metrics that the average of the weights has: ema_loss, ema_accuracy."""
 RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
 """Keys of a line of metrics.jsonl, which no further metric may have as its name."""
+NAME_IS_RESERVED = "lines of metrics.jsonl already have a field of that name"
 MOST_EXAMPLES = 4
 """Names that a message shows where none is close to what was typed."""
 MOST_PROBLEMS = 20

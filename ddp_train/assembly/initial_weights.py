@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.layout import places
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
@@ -52,6 +53,9 @@ def weights_of(init_from: str) -> Weights:
     try:
         found = reader.find(init_from, path, "auto")
     except DataError as error:
-        raise DataError(f"{key}: {error}", "name another run, a checkpoint, or a file") from error
+        remedy = error.remedy
+        if places(path):  # none of its checkpoints is valid: find's remedy names another key
+            remedy = "name another run, a checkpoint, or a file: model.init_from=PATH"
+        raise DataError(f"{key}: {error}", remedy) from error
     assert found, "it is named, and find raises if it is not valid"
     return read_weights(found / reader.MODEL, key if found == path else f"{key} ({found.name})")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -43,8 +45,13 @@ def package_name(folder: Path) -> str:
     """The name of the project's package. Raises ConfigError if no package can have it."""
     name = folder.resolve().name.replace("-", "_")
     if not name.isidentifier() or keyword.iskeyword(name):
+        other = folder.parent / ("my_" + re.sub(r"\W", "_", name))
         raise ConfigError(
-            [f"{INIT} {folder}: {name} cannot be the name of a package; use letters, digits and _"]
+            [
+                f"{INIT} {folder}: {name} cannot be the name of a package, which begins with a"
+                " letter, contains only letters, digits and _, and is no Python keyword; use"
+                f" {command_name()} {INIT} {shlex.quote(str(other))}"
+            ]
         )
     if importlib.util.find_spec(name):
         raise ConfigError(

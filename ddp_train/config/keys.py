@@ -15,6 +15,7 @@ from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
+from ddp_train.text import dotted
 
 _TYPE_NAMES = {
     int: "a whole number",
@@ -84,6 +85,13 @@ def _by_last_part(keys: list[str]) -> dict[str, str]:
     return {key: key.rpartition(".")[2] for key in keys}
 
 
+def _ending_with(name: str) -> str:
+    """The key that ends with a dotted name; "" if there is none, and for a name without a dot."""
+    if "." not in name:
+        return ""
+    return next((key for key in all_keys() if key.endswith(f".{name}")), "")
+
+
 def _closest(name: str, candidates: dict[str, str], cutoff: float = 0.6) -> str:
     """The key whose last part, the value of `candidates`, is the most like a name."""
     close = difflib.get_close_matches(name, list(candidates.values()), n=1, cutoff=cutoff)
@@ -104,7 +112,7 @@ def unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
     nearby = {f"{prefix}{key}": key for key in keys}
     if not prefix:  # not keys of a run, but typed as such
         nearby |= {"experiment": "experiment", "config": "config"}
-    meant = _closest(name, nearby)
+    meant = _ending_with(prefix + next(iter(dotted({name: value})))) or _closest(name, nearby)
     if not meant and section:
         of_options = [key for key in all_keys() if key.rpartition(".")[0] == section]
         meant = _closest(name, _by_last_part(of_options))

@@ -48,7 +48,7 @@ def _devices(run: RequestedRun) -> Iterator[Problem]:
             yield Problem(
                 f"launch.nproc_per_node={wanted}",
                 f"this host has {counted(hardware.cpus, 'core')}",
-                f"use launch.nproc_per_node={most} or less",
+                f"use at most launch.nproc_per_node={most}",
             )
     elif not hardware.gpus:
         yield Problem("device=cuda", "no GPU is visible on this host", "use device=cpu")
@@ -78,19 +78,19 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
     config = run.config
     cpus = run.hardware.cpus
     ranks = int(config.launch.nproc_per_node)
-    most = max(MOST_BESIDE, 8 * cpus)
+    most = max(MOST_BESIDE, 8 * cpus, ranks)
     wanted = {
         "tuning.num_workers": int(config.tuning.num_workers),
         "launch.threads_per_process": int(config.launch.threads_per_process),
     }
     made = {"tuning.num_workers": "loader process", "launch.threads_per_process": "thread"}
     for name, number in wanted.items():
-        if number * ranks > max(most, ranks):
+        if number * ranks > most:
             yield Problem(
                 f"{name}={number}",
                 f"makes {counted(number * ranks, made[name])} for {counted(ranks, 'process')}, and"
                 f" this host has {counted(cpus, 'core')}",
-                f"use {name}={most // ranks} or less",
+                f"use at most {name}={most // ranks}",
             )
 
 

@@ -24,7 +24,14 @@ from ddp_train.scored_sets import (
     main_set,
     sets_of,
 )
-from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
+from ddp_train.text import (
+    NAME_IS_RESERVED,
+    OF_AVERAGE,
+    RESERVED,
+    did_you_mean,
+    shown,
+    snake_case,
+)
 
 AUTO = "auto"
 OBJECTIVE = "objective"
@@ -87,13 +94,14 @@ class FurtherMetric:
         is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
         if "name" in self.given and not is_name:
             yield Problem(
-                f"{self.key}.name={shown(name)}", "must be a name of letters, digits and _"
+                f"{self.key}.name={shown(name)}",
+                "must begin with a letter and contain only letters, digits and _",
             )
         elif name in RESERVED:
             yield Problem(
                 f"{self.key}.name={name}",
-                f"metrics.jsonl has a {name} of its own",
-                "give the metric another name by name: NAME",
+                NAME_IS_RESERVED,
+                f"use another name, for example name: my_{name}",
             )
         if "better" in self.given and better not in ("max", "min"):
             yield Problem(f"{self.key}.better={shown(better)}", "must be one of max, min")
@@ -165,7 +173,7 @@ def further_problems(config: Config) -> Iterator[Problem]:
             yield Problem(
                 item.key,
                 f"{whose} a metric named {item.name} too",
-                "give this item another name by name: NAME",
+                f"give this item another name, for example name: my_{item.name}",
             )
         names.add(item.name)
 

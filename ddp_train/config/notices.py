@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ddp_train.config.switches import why_no_buckets
 from ddp_train.options.schema import RequestedRun
@@ -61,19 +62,25 @@ def _of_tuning(run: RequestedRun) -> Iterator[str]:
 def _of_training(run: RequestedRun) -> Iterator[str]:
     config = run.config
     stopping = config.train.early_stopping
-    if stopping.patience is None and stopping != type(stopping)():
-        yield (
-            f"train.early_stopping.metric={stopping.metric} and min_delta={stopping.min_delta:g}"
-            " have no effect without train.early_stopping.patience"
-        )
+    if stopping.patience is None:
+        for found in _changed_keys("train.early_stopping", stopping):
+            yield f"{found} has no effect without train.early_stopping.patience"
     if config.hooks and config.uses_trained:
         yield f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train"
     if config.evaluate.sets and config.mode != "evaluate":
         yield f"evaluate.sets={shown(config.evaluate.sets)} has no effect: it is for mode=evaluate"
     if config.tracker.details and "tensorboard" not in config.tracker.classes:
         yield "tracker.details=true has no effect without tracker=tensorboard"
-    if config.sweep != type(config.sweep)():
-        yield "sweep.gpus_per_trial and sweep.processes_at_once have no effect without -m"
+    for found in _changed_keys("sweep", config.sweep):
+        yield f"{found} has no effect without -m"
+
+
+def _changed_keys(section: str, values: Any) -> Iterator[str]:
+    """The keys of a section whose values are not the defaults, as overrides."""
+    defaults = type(values)()
+    for name, value in vars(values).items():
+        if value != getattr(defaults, name):
+            yield f"{section}.{name}={shown(value)}"
 
 
 def _of_checkpoints(run: RequestedRun) -> Iterator[str]:

@@ -20,7 +20,8 @@ def problems(config: Config) -> Iterator[Problem]:
     if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
         yield Problem(
             f"name={config.name}",
-            "must be usable as the name of a folder: letters, digits, and . _ + = -",
+            "must be usable as the name of a folder: letters, digits, spaces and . _ + = -, and"
+            " the first a letter, a digit or _",
         )
         return
     if config.mode == "doctor":  # it tries to write, on every host

@@ -26,9 +26,12 @@ Rows = Literal["samples", "views", "parts", "shared"]
 
 WAYS = (
     "if the rows are the whole batch several times, as after torch.cat([view1, view2]), add"
-    " rows='views'; if each sample has several rows in a row, as after x.flatten(0, 1), add"
-    " rows='parts'; if they are not samples, for example weights, add rows='shared'. To evaluate in"
-    " a session, take batches from run.test_loader"
+    " rows='views'; if each sample has several consecutive rows, as after x.flatten(0, 1), add"
+    " rows='parts'; if they are not samples, for example weights, add rows='shared'"
+)
+OTHER_BATCH = (
+    "In a session there is another possible cause, a batch that is not the run's: take the batches"
+    " of an evaluation from run.test_loader"
 )
 
 
@@ -246,7 +249,7 @@ def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
         raise DataError(
             f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, but the batch has"
             f" {counted(samples, 'sample')} on this process",
-            f"pass one row for each sample, [{samples}, ...]; {WAYS}",
+            f"pass one row for each sample, [{samples}, ...]; {WAYS}. {OTHER_BATCH}",
         )
 
 

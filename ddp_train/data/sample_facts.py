@@ -52,11 +52,17 @@ def training_weights(
             "use finite numbers, 0 or above",
         )
     weights = weights[numbers]
-    total = weights.sum()
-    if not 0 < total < np.inf:
+    if not weights.any():
         _refuse(
-            f"data.weights={setting}: the weights of the training samples add up to {total:g}",
+            f"data.weights={setting}: the weights of the training samples add up to 0",
             "use a sum above 0",
+        )
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if not np.isfinite(total):
+        _refuse(
+            f"data.weights={setting}: the sum of the weights is too large for a float64",
+            "divide all of them by the largest: only their ratios matter",
         )
     return weights
 

@@ -86,8 +86,8 @@ def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor
         if not str(name).isidentifier() or name in RESERVED:
             raise TaskError(
                 f"{source} returned a column {name!r}",
-                "use letters, digits and _ in its name, and none of the names"
-                f" {', '.join(RESERVED)}",
+                "use a name that begins with a letter, contains only letters, digits and _, and is"
+                f" none of {', '.join(RESERVED)}",
             )
         columns[name] = value.float() if value.dtype == torch.bfloat16 else value
     return columns
@@ -176,10 +176,14 @@ class ColumnSpool:
                 self.files[name] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  see close
             if row_type != self.row_types[name]:
                 dtype, shape = self.row_types[name]
+                remedy = "return one type in the task's predictions()"
+                if shape != rows.shape[1:]:
+                    remedy = "pad them in the task's predictions(), or give inputs of one size"
                 raise TaskError(
-                    f"{name}: a row is {list(rows.shape[1:])} of {rows.dtype} in one batch and"
-                    f" {list(shape)} of {dtype} in another",
-                    "return rows of one shape for all samples, padded for instance",
+                    f"predictions: column {name!r} has rows of {list(shape)} {dtype} in one batch"
+                    f" and of {list(rows.shape[1:])} {rows.dtype} in another, but a file needs one"
+                    " shape and type",
+                    remedy,
                 )
             self.files[name].write(np.ascontiguousarray(rows).tobytes())
 

@@ -361,8 +361,8 @@ class DataConfig:
             yield Problem(
                 f"data.validation={self.validation:g}",
                 f"windows of data={self.name} overlap, so none can be held out for validation",
-                "leave data.validation out, and use the test set: data.test_part of the text, or"
-                " a file with val in its name",
+                "leave data.validation out. A test set is held out already (data.test_part); to"
+                " validate with another text, use data.validation_sets.other=FILE",
             )
         if self.weights and self.batch_by == "tokens":
             yield Problem(
@@ -479,11 +479,10 @@ class DataConfig:
         """Problems of what this host lacks of the data set. Nothing is written."""
         weights = None if config.uses_trained else self.weights  # nothing trains
         if weights not in (None, "balanced") and not Path(weights).is_file():
-            guess = did_you_mean(weights, ["balanced"])
             yield Problem(
                 f"data.weights={weights}",
                 "no such file",
-                f"use data.weights=balanced, or the path of a .npy or text file{guess}",
+                "use data.weights=balanced, or the path of a .npy or text file",
             )
 
 

@@ -114,10 +114,13 @@ def _checked_config(
     earlier, _ = bind_frozen(newest["config"])
     if earlier is None:
         return None
-    remedy = "another folder for checkpoint.mirror"
-    problems = list(differences_of_runs(earlier, config, place, remedy))
+    elsewhere = "another folder for checkpoint.mirror"
+    problems = list(differences_of_runs(earlier, config, place, elsewhere))
     if problems:
-        raise DataError("; ".join(map(str, problems)), "give each run a folder of its own")
+        raise DataError(
+            "; ".join(f"{problem.key}: {problem.rule}" for problem in problems),
+            f"use the values of that run, or for a new run {elsewhere}",
+        )
     return earlier
 
 

@@ -258,9 +258,14 @@ class StreamFeed:
         digests = from_all_ranks(torch.tensor([digest, part is None], device=self.device)).tolist()
         without = [rank for rank, (_, is_missing) in enumerate(digests) if is_missing]
         if without and len(without) < len(digests) and not self.first:
-            missing = "full batch" if self.drop_last else "sample"
+            if self.drop_last:
+                raise DataError(
+                    f"run.loader: {self.name} has too few samples for a full batch on rank"
+                    f" {without[0]}, and drop_last=True leaves out smaller ones",
+                    f"use a smaller global_batch_size than {self.size}, or drop_last=False",
+                )
             raise DataError(
-                f"run.loader: {self.name} has no {missing} for rank {without[0]}",
+                f"run.loader: {self.name} has no sample for rank {without[0]}",
                 f"give {self.name} at least as many files (shards) as there are processes. Or"
                 " leave out split_by_node: then every process reads all samples",
             )

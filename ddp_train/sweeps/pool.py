@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ddp_train.hardware import Hardware
 from ddp_train.options.schema import Config
 from ddp_train.sweeps.overrides import key_of, last_value
+from ddp_train.text import counted
 
 POOL = "pool"
 LOG = "log.txt"
@@ -103,8 +104,8 @@ def pool_problems(config: Config, hardware: Hardware) -> list[str]:
         return []
     if gpus > hardware.gpus:
         return [
-            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} usable GPUs; use"
-            f" sweep.gpus_per_trial={hardware.gpus} or less"
+            f"sweep.gpus_per_trial={gpus}: this host has {counted(hardware.gpus, 'usable GPU')};"
+            f" use at most sweep.gpus_per_trial={hardware.gpus}"
         ]
     if isinstance(processes, int) and processes > gpus and config.strategy.has_process_group:
         remedy = f"use sweep.gpus_per_trial={processes}"

@@ -22,7 +22,7 @@ from ddp_train.distributed.process_group import from_leader
 from ddp_train.errors import ConfigError, LaunchError, is_out_of_memory
 from ddp_train.tasks.metric_states import MetricState, StatesOfBatches, states_from_all_ranks
 from ddp_train.tasks.predictions import Predictions, description
-from ddp_train.text import RESERVED, first_line, snake_case
+from ddp_train.text import NAME_IS_RESERVED, RESERVED, first_line, snake_case
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,9 @@ class FurtherMetrics:
 
     def _add(self, named: NamedMetric, name: str, metric: Any) -> None:
         if name in self.metrics:
-            _refuse(
-                named.key,
-                f"two metrics have the name {name}; give this item another name by name: NAME",
-            )
+            _refuse_name(named.key, name, "another metric has that name")
         if name in RESERVED:
-            rule = f"metrics.jsonl has a {name} of its own"
-            _refuse(named.key, f"{rule}; give the metric another name by name: NAME")
+            _refuse_name(named.key, name, NAME_IS_RESERVED)
         for inner in _modules(metric, "Metric"):
             # It would exchange what is merged already.
             inner.sync_on_compute = False
@@ -141,11 +137,7 @@ class FurtherMetrics:
                 numbers = dict(_numbers(name, metric.compute(), key))
             for number in numbers:
                 if number in values:
-                    problem = (
-                        f"two metrics have the name {number}; give this item another name by"
-                        " name: NAME"
-                    )
-                    _refuse(key, problem)
+                    _refuse_name(key, number, "another metric has that name")
             values |= numbers
             self.number_names[name] = list(numbers)
             self.better |= dict.fromkeys(numbers, self.better[name])
@@ -187,9 +179,10 @@ class FurtherMetrics:
         """
         owners = [metric for metric, names in self.number_names.items() if name in names]
         key = self.keys[owners[0]]
-        if name in task_metrics or name in RESERVED:
-            problem = f"the task has a metric {name} too; give this item another name by name: NAME"
-            _refuse(key, problem)
+        if name in RESERVED:
+            _refuse_name(key, name, NAME_IS_RESERVED)
+        if name in task_metrics:
+            _refuse_name(key, name, "the task has a metric of that name")
         if math.isnan(direct) and math.isnan(value):
             return
         if not math.isclose(direct, value, rel_tol=1e-4, abs_tol=1e-6):
@@ -289,6 +282,11 @@ def _numbers(name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
 
 def _refuse(key: str, problem: str) -> NoReturn:
     raise ConfigError([f"{key}: {problem}"])
+
+
+def _refuse_name(key: str, name: str, rule: str) -> NoReturn:
+    remedy = f"set another name, for example name: my_{name}"
+    _refuse(key, f"gives a metric {name}, but {rule}; {remedy}")
 
 
 def _joined(first: str, second: str) -> str:

@@ -237,7 +237,13 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
 def _warn_of_failure(method: str, key: str, error: Exception) -> None:
     cause = f"{type(error).__name__}: {first_line(error)}"
     log.warning(
-        "%s: its %s could not be tried in eval mode, and is not checked: %s", key, method, cause
+        "%s: %s() fails in a trial in eval mode, without gradients (%s). The run goes on, but"
+        " nothing has checked that %s() returns sums over the samples; if you did not expect that"
+        " error, correct it",
+        key,
+        method,
+        cause,
+        method,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_train.errors import LogError
 from ddp_train.telemetry.rates import SUFFIX
+from ddp_train.text import NAME_IS_RESERVED
 
 HOOK = "hook"
 """The kind of a line of metrics.jsonl that has what hooks logged after one step."""
@@ -42,10 +43,13 @@ def check_name(call: str, name: object, taken: Iterable[str] = ()) -> None:
             f"{found}: the name has {len(name)} characters",
             f"use at most {LONGEST_NAME} characters",
         )
-    if name in (*OF_THE_LINE, *taken) or name.endswith(SUFFIX):
+    if name.endswith(SUFFIX):
         raise LogError(
-            f"{found}: metrics.jsonl has a {name} of its own", f"use another name: my/{name}"
+            f"{found}: names that end with {SUFFIX} are those of the run's own speeds",
+            f"use another name: my/{name.removesuffix(SUFFIX)}",
         )
+    if name in (*OF_THE_LINE, *taken):
+        raise LogError(f"{found}: {NAME_IS_RESERVED}", f"use another name: my/{name}")
 
 
 def own_names(lines: Iterable[Mapping[str, Any]]) -> list[str]:

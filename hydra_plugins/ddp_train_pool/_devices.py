@@ -336,8 +336,8 @@ class Devices:
         """
         if len(names) < per_job:
             raise PoolError(
-                f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use"
-                f" hydra.launcher.gpus_per_trial={len(names)} or less"
+                f"hydra.launcher.gpus_per_trial={per_job}: the number of devices is {len(names)};"
+                f" use hydra.launcher.gpus_per_trial={len(names)}"
             )
         self.names = names
         self.per_job = per_job

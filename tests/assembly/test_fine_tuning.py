@@ -95,6 +95,18 @@ def test_weights_of_a_whole_training_run_are_found_in_it(tmp_path: Path) -> None
     assert origin.notes == ["its entry state_dict", "prefix model. removed"]
 
 
+def test_folder_without_valid_weights_has_a_remedy_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "runs/a/checkpoints/step_00000003").mkdir(parents=True)
+    (tmp_path / "runs/a/checkpoints/step_00000003/manifest.json").write_text("{}")
+    for folder, remedy in (
+        ("runs", "give a run in that folder, for example .*runs/a"),
+        ("runs/a", r"name another run, a checkpoint, or a file: model\.init_from=PATH"),
+    ):
+        with pytest.raises(DataError, match="holds no valid checkpoint") as refused:
+            weights_of(str(tmp_path / folder))
+        assert re.fullmatch(remedy, refused.value.remedy)
+
+
 def test_a_prefix_that_only_the_model_has_is_put_before(tmp_path: Path) -> None:
     """Models of torchvision for grey images stand behind a layer that makes them three-coloured."""
     theirs = network()

@@ -312,9 +312,12 @@ def test_a_mirror_of_another_run_is_refused(mirror: Mirror, tmp_path: Path) -> N
     written(tmp_path / "run", mirror, 7, manifest=of(seed=1))
     with pytest.raises(
         DataError,
-        match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1; use seed=1; for a new run use another folder",
-    ):
+        match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1$",
+    ) as refused:
         begun(mirror, tmp_path / "new", seed=2)
+    assert refused.value.remedy == (
+        "use the values of that run, or for a new run another folder for checkpoint.mirror"
+    )
     assert not (tmp_path / "new/checkpoints").exists()
     owner = json.loads((Path(mirror.root) / "owner.json").read_text())
     assert owner == owner_of(tmp_path / "run"), "who is refused takes nothing"

@@ -24,6 +24,11 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
             "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight",
         ),
         (
+            "train.early_stopping.min_delta=0.1",
+            "train.early_stopping.min_delta=0.1 has no effect without train.early_stopping.patience",
+        ),
+        ("sweep.gpus_per_trial=2", "sweep.gpus_per_trial=2 has no effect without -m"),
+        (
             "strategy=single launch.backend=gloo",
             "launch.backend=gloo has no effect: strategy=single",
         ),

@@ -52,6 +52,9 @@ BAD: dict[str, list[str]] = {
     "+foo=1": ["foo=1: no such key"],
     "foo.bar=1": ["foo.bar=1: no such key"],
     "tarin.epochs=3": ["tarin.epochs=3: no such key; did you mean train"],
+    "early_stopping.metric=test.loss": [
+        "early_stopping.metric=test.loss: no such key; did you mean train.early_stopping.metric?"
+    ],
     "fooo.api_key=hunter2": ["fooo.api_key=(hidden): no such key"],
     "+model=mlp": ["+model=mlp: model has a value already; use model=mlp"],
     "optimizer={lr:0.1}": [
@@ -374,6 +377,11 @@ BAD: dict[str, list[str]] = {
     ],
     "run_dir=": ["must not be empty"],
     "name=a/b": ["must be usable as the name of a folder"],
+    "name=-x": ["spaces and . _ + = -, and the first a letter, a digit or _"],
+    "model=gpt data=text data.validation=0.1": [
+        "A test set is held out already (data.test_part); to validate with another text, use"
+        " data.validation_sets.other=FILE"
+    ],
     "model._target_=torch": ["must be a dotted path, package.Name"],
     "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
     "optimizer._target_=nosuch.Thing": ["no module nosuch is in"],

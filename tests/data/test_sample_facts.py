@@ -65,6 +65,10 @@ WRONG = {
     "nan": ("1\n2\nnan\n4", r"the weight of sample 2 is nan; use finite numbers, 0 or above"),
     "negative": ("1\n-2\n3\n4", r"the weight of sample 1 is -2; use finite numbers"),
     "zero": ("0\n0\n0\n0", r"the weights of the training samples add up to 0; use a sum above 0"),
+    "huge": (
+        "1e308\n" * 4,
+        r"the sum of the weights is too large for a float64; divide all of them by the largest",
+    ),
     "table": (np.ones((4, 2)), r"has the shape \[4, 2\], but the whole training set has 4 samples"),
     "several": (b"", r"cannot be read: .*; use balanced, a \.npy file"),
     "words": (np.array(["a"]), r"cannot be read: could not convert string to float"),

@@ -74,7 +74,8 @@ def test_a_new_project_is_five_short_files(
         (["a", "b"], "init: needs the name of a new folder; use"),
         (["--here"], "init: needs the name of a new folder; use"),
         (["json"], "a package json is installed already"),
-        (["2nd"], "2nd cannot be the name of a package"),
+        (["2nd"], "2nd cannot be the name of a package, which begins.* init my_2nd$"),
+        (["class"], "no Python keyword; use ddp-train init my_class$"),
         (["spot-finder/conf/experiment/spots.yaml/x"], "cannot be"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -32,9 +32,12 @@ def test_rows_of_another_shape_are_refused_and_nothing_is_left(tmp_path: Path) -
         assert list(tmp_path.iterdir()) == [], "nothing that a killed process could leave"
         yield {"mask": np.zeros((4, 3), dtype=np.float32)}
 
-    message = r"mask: a row is \[3\] of float32 in one batch and \[2\] of float32"
-    with pytest.raises(TaskError, match=message):
+    message = (
+        r"column 'mask' has rows of \[2\] float32 in one batch and of \[3\] float32 in another"
+    )
+    with pytest.raises(TaskError, match=message) as refused:
         write_predictions(batches(), tmp_path / "predictions.npz", np.arange(8), None, None)
+    assert refused.value.remedy.startswith("pad them in the task's predictions()")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -211,7 +211,7 @@ def test_four_processes_agree_on_what_some_of_them_log(tmp_path: Path) -> None:
     ("name", "values", "options", "message"),
     [
         ("loss", torch.tensor(1.0), {}, "one number is not enough for a mean"),
-        ("samples_seen", torch.ones(2), {}, "metrics.jsonl has a samples_seen of its own"),
+        ("samples_seen", torch.ones(2), {}, "metrics.jsonl already have a field of that name"),
         ("loss", torch.ones(2), {"how": "sum", "over": 2}, "over= is the count of a mean"),
     ],
 )

@@ -334,6 +334,10 @@ def refusals(world: World, folder: str) -> list[str]:
             session_loop(world, Path(folder), loader_of(Stream(SHARED, part), split_by_node=split))
         except (PeerError, DataError) as error:
             found.append(str(error))
+    one_more = Stream(SHARED, slice(0, world.rank + 1))
+    with pytest.raises(DataError, match="too few samples for a full batch on rank 0") as refused:
+        session_loop(world, Path(folder), loader_of(one_more, split_by_node=True, drop_last=True))
+    assert refused.value.remedy == "use a smaller global_batch_size than 4, or drop_last=False"
     return found
 
 

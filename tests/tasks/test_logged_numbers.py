@@ -33,6 +33,7 @@ from ddp_train.tasks.logged_numbers import (
     no_numbers,
 )
 from ddp_train.telemetry.metrics_log import METRICS, read_metrics
+from ddp_train.telemetry.own_numbers import OF_TRAINING, check_name
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.run_files import read_run
 from tests.support.commands import SMALL, THREE, environment, run
@@ -207,8 +208,8 @@ def test_numbers_that_no_exchange_has_are_kept_with_their_moments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("loss", torch.ones(2)), "metrics.jsonl has a loss of its own"),
-        (("tokens_per_second", torch.ones(2)), "metrics.jsonl has a tokens_per_second of its own"),
+        (("loss", torch.ones(2)), "metrics.jsonl already have a field of that name"),
+        (("tokens_per_second", torch.ones(2)), "names that end with _per_second"),
         (("a//b", torch.ones(2)), "this name is not allowed"),
         (("kl\n", torch.ones(2)), "this name is not allowed"),
         (("k" * 101, torch.ones(2)), "the name has 101 characters"),
@@ -222,6 +223,9 @@ def test_numbers_that_mean_nothing_are_refused(arguments: Any, message: str) -> 
     with pytest.raises(LogError, match=message) as refused:
         ddp_train.log(*arguments)
     assert refused.value.remedy
+    _, _, other = refused.value.remedy.partition("use another name: ")
+    if other:
+        check_name("log", other, OF_TRAINING)
 
 
 def test_a_rule_and_its_arguments_must_fit() -> None:

@@ -467,9 +467,14 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ({"num_clases": 2}, "Unexpected keyword arguments"),
         (
             {"name": "accuracy"},
-            "the task has a metric accuracy too; give this item another name by name: NAME",
+            "gives a metric accuracy, but the task has a metric of that name; set another name, for"
+            " example name: my_accuracy",
         ),
-        ({"name": "step"}, "metrics.jsonl has a step of its own"),
+        (
+            {"name": "step"},
+            "gives a metric step, but lines of metrics.jsonl already have a field of that name; set"
+            " another name, for example name: my_step",
+        ),
         (
             {"_target_": f"{HERE}.curve", "num_classes": None},
             "curve returns a tuple; use a metric",
@@ -509,7 +514,9 @@ def test_what_is_no_metric_for_the_task_is_named_in_setup(
 def test_a_name_belongs_to_one_metric() -> None:
     """A vector has names that only show when it is computed, and so has a task of one's own."""
     with pytest.raises(
-        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give this item another"
+        ConfigError,
+        match=r"metrics\[1\].*: gives a metric f1_0, but another metric has that name; set another"
+        r" name, for example name: my_f1_0",
     ):
         set_up([F1 | {"average": "none", "name": "f1"}, F1 | {"name": "f1_0"}])
     task = {"_target_": f"{HERE}.ScoresAverage"}
@@ -639,14 +646,15 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
-        "metrics[0]: task=auto has a metric named top5 too; give this item another name by name: NAME"
+        "metrics[0]: task=auto has a metric named top5 too; give this item another name, for example"
+        " name: my_top5"
     ]
     assert asked(F1_OF_TEN, F1_OF_TEN | {"better": "high", "name": "a.b"}, F1_OF_TEN) == [
-        "metrics[1].name=a.b: must be a name of letters, digits and _",
+        "metrics[1].name=a.b: must begin with a letter and contain only letters, digits and _",
         "metrics[1].better=high: must be one of max, min",
         (
             "metrics[2]: another item has a metric named multiclass_f1_score too; give this item another"
-            " name by name: NAME"
+            " name, for example name: my_multiclass_f1_score"
         ),
     ]
     assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked(
@@ -659,8 +667,8 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         "metrics={a:1}: must be a list like [{_target_: package.Name, argument: 1}]"
     ]
     assert asked(F1_OF_TEN | {"name": "step"}) == [
-        "metrics[0].name=step: metrics.jsonl has a step of its own; give the metric another name by"
-        " name: NAME"
+        "metrics[0].name=step: lines of metrics.jsonl already have a field of that name; use another"
+        " name, for example name: my_step"
     ]
     assert (
         asked(

@@ -204,8 +204,8 @@ def test_a_loss_that_cannot_be_tried_is_no_error(caplog: pytest.LogCaptureFixtur
         )
     )
     assert (
-        "task._target_=mine.Task: its loss could not be tried in eval mode, and is not checked:"
-        " RuntimeError: " in caplog.text
+        "task._target_=mine.Task: loss() fails in a trial in eval mode, without gradients"
+        " (RuntimeError: " in caplog.text
     )
 
 
@@ -326,8 +326,8 @@ def test_loss_that_fails_for_one_sample_is_tried_no_further(
         module, lambda numbers: samples[torch.from_numpy(numbers)], 7, "task._target_=mine.Pairs"
     )
     assert (
-        "its score could not be tried in eval mode, and is not checked: TaskError: loss() of the"
-        " task Pairs failed" in caplog.text
+        "score() fails in a trial in eval mode, without gradients (TaskError: loss() of the task"
+        " Pairs failed" in caplog.text
     )
 
 
