@@ -107,5 +107,7 @@ class SessionLoaders:
                 f"{self.checkpoints.resumed_from} was saved inside of an epoch, but run.loader"
                 f" has changed since then: {change}",
                 "finish the epoch with the earlier data and arguments. To start over, use a new"
-                " folder: ddp_train.session('runs/new')",
+                " folder: ddp_train.session('runs/new'). If each epoch makes its data anew (such"
+                " as pseudo-labels), use run.epochs(n, whole=True) there: such a run resumes at"
+                " the beginning of an epoch",
             )

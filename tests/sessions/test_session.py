@@ -556,10 +556,9 @@ def test_other_batches_or_objects_on_a_resume_are_refused(
 
     assert again(4, 1) == 75
     assert again(5, None) == 65
-    assert (
-        "run.loader has changed since then: global_batch_size was 4 and is 5"
-        in capfd.readouterr().err
-    )
+    told = capfd.readouterr().err
+    assert "run.loader has changed since then: global_batch_size was 4 and is 5" in told
+    assert "use run.epochs(n, whole=True) there" in told
     assert again(4, None, ema=net()) == 65
     assert "run.resume got ema, optimizer; they differ in ema" in capfd.readouterr().err
 
