@@ -297,6 +297,30 @@ def test_what_goes_over_whole_epochs_is_told(processes: int) -> None:
     assert others == [[[]] * len(OVER_EPOCHS)] * (processes - 1)
 
 
+def trained_on(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.mean((model(x).squeeze(1) - y).square()).backward()
+        optimizer.step()
+
+
+def with_loaders(run: Run) -> None:
+    """A loader for each pair of epochs, in a dict of lists."""
+    model, optimizer, _ = begun(run)
+    loaders = {task: [run.loader(rows(), global_batch_size=6)] for task in range(2)}
+    for epoch in run.epochs(4):
+        trained_on(run, model, optimizer, loaders[epoch // 2][0])
+
+
+def told_of_loaders(world: World) -> list[str]:
+    messages, _ = told_by(world, with_loaders)
+    return messages
+
+
+def test_containers_of_loaders_are_not_told() -> None:
+    assert on_ranks(3, told_of_loaders) == [[], [], []]
+
+
 def test_what_epochs_set_after_their_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Without whole=True too."""
     for loop, names in ((with_weight, "weight"), (with_best, "best, factor")):

@@ -44,9 +44,14 @@ def summed(world: World, what: str) -> list[str]:
     with session_on(world) as run:
         model = run.wrap(nn.Linear(4, 1))
         optimizer = sgd(model)
+        loader = run.loader(rows(), global_batch_size=6)
         run.resume(model=model, optimizer=optimizer)
         for _ in run.epochs(1):
             score = model(torch.ones(2, 4)).sum().item()
+            if what == "before training":
+                for inputs, _ in loader:
+                    run.mean(model(inputs.float()).squeeze(1)).backward()
+                    optimizer.step()
             if what == "barrier":
                 run.sum(0)
             elif what == "mean":
@@ -56,7 +61,9 @@ def summed(world: World, what: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(("what", "count"), [("barrier", 0), ("mean", 0), ("score", 1)])
+@pytest.mark.parametrize(
+    ("what", "count"), [("barrier", 0), ("mean", 0), ("before training", 0), ("score", 1)]
+)
 def test_only_sums_that_count_scores_twice_are_told(what: str, count: int) -> None:
     leader, *_ = on_ranks(3, summed, what)
     assert len(leader) == count

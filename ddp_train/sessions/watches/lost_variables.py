@@ -220,7 +220,11 @@ def _is_used_by_parts(name: str, loop: LoopNames, code: LoopCode) -> bool:
     return bool(parts) and all(code.value_of(part) is not None for part in parts)
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether a value is of the session, or a list, tuple or dict of such, as of loaders."""
+    if isinstance(value, list | tuple | dict) and value and levels:
+        items = list(value.values() if isinstance(value, dict) else value)
+        return all(_is_ours(item, levels - 1) for item in items)
     return type(value).__module__.startswith("ddp_train.")
 
 
