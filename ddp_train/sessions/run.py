@@ -315,8 +315,9 @@ class Run(MediaCalls):
 
         Its gradients are exact even if processes have different numbers of samples. A step of an
         optimizer after the `backward()` of any other loss is an error; gradients that a loop sets
-        itself must be the same on all processes. The value differs between processes: its mean over
-        them, `run.sum(loss.item()) / run.processes`, is the mean loss.
+        itself must be the same on all processes. The value is the part of this process: the mean
+        over processes, `run.sum(loss.item()) / run.processes`, is the mean loss. An average of
+        `loss.item()` over steps needs it too, or depends on the number of processes.
 
         losses: one loss per sample of this process, [n], as with reduction='none'. With `over`, any
             shape.
