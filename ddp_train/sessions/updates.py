@@ -118,17 +118,25 @@ class Updates:
             self.looked_at.add(optimizer)
             refuse_unsaved_scaler(self.saved)
         _, *given = arguments  # the first one is the optimizer
-        closure = given[0] if given else named.get("closure")
-        if closure is not None:
-            self.gradients.see_step(optimizer)
-            self.status.phase = "optimizer step"
-            return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
+        if given and callable(given[0]):  # others than torch's may take no closure, but a number
+            self._see_closure(optimizer)
+            closure, *others = given
+            return (optimizer, partial(self._loss_of_all, closure, optimizer), *others), named
+        if callable(named.get("closure")):
+            self._see_closure(optimizer)
+            closure = partial(self._loss_of_all, named["closure"], optimizer)
+            return arguments, {**named, "closure": closure}
         if not self.gradients.had_backward:
             self._see_own_gradients(optimizer)
         self._check_gradients(self.optimizers[optimizer])
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
         return None
+
+    def _see_closure(self, optimizer: Optimizer) -> None:
+        """Called before a step of an optimizer that computes its loss by a closure."""
+        self.gradients.see_step(optimizer)
+        self.status.phase = "optimizer step"
 
     def _see_own_gradients(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimizer in a step of the loop without a loss of run.mean.
