@@ -231,6 +231,10 @@ class GradientExchange:
         """True if this backward pass is that of `torch.autograd.grad`, of these parameters."""
         return self._reached() is None
 
+    def is_reached(self) -> bool:
+        """True if this backward pass, which has begun, adds gradients to parameters."""
+        return bool(self._reached())
+
     def _reached(self) -> list[nn.Parameter] | None:
         """The parameters that the backward pass, which has begun, adds gradients to.
 

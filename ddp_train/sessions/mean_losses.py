@@ -17,6 +17,16 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.updates import Updates
 from ddp_train.sessions.watches.watches import Watches
 
+GRAPH_OF_GRADIENTS = (
+    "backward(create_graph=True) was called on a loss of run.mean. The exchange of gradients"
+    " between processes has no graph, so p.grad cannot have one",
+    "take the gradients by g = torch.autograd.grad(loss, parameters, create_graph=True), with"
+    " parameters = list(model.parameters()), then call loss.backward(retain_graph=True). Average"
+    " what you compute from g, as h = torch.autograd.grad(g, parameters, v), over processes:"
+    " run.sum(h[0]) / run.processes. Let v be the same on all processes:"
+    " ddp_train.noise_like(p, rows='shared')",
+)
+
 
 class MeanLosses:
     """Makes the mean losses of one process, and sees them go backward."""
@@ -110,6 +120,8 @@ class MeanLosses:
         return torch.where(units == 0, 0.0, factor)
 
     def _in_backward(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled() and self.models.are_reached():
+            raise UsageError(*GRAPH_OF_GRADIENTS)
         self.watches.see_backward(gradient)
         if self.models.see_backward():
             self.exchange_watch.enter(BACKWARD, self.loop.position.step)

@@ -112,6 +112,10 @@ class Models:
         """True if this backward pass is that of `torch.autograd.grad`, of their parameters."""
         return any(model.gradient_exchange.is_in_autograd_grad() for model in self.wrapped)
 
+    def are_reached(self) -> bool:
+        """True if this backward pass, which has begun, adds gradients to some of them."""
+        return any(model.gradient_exchange.is_reached() for model in self.wrapped)
+
     def _see_end(self) -> None:
         """Called when a backward pass has ended, before DDP's buckets are copied back."""
         for model in self.wrapped:
