@@ -218,7 +218,8 @@ def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> 
     def found(match: re.Match[str]) -> str:
         if match[1] not in settings:
             problems.append(
-                f"{match[0]}: the file of the study has no key study.{match[1]}; correct it there"
+                f"{match[0]}: the file of the study has no key study.{match[1]}; add the key"
+                " there, or correct its name"
             )
         return str(settings.get(match[1]))
 

@@ -269,9 +269,9 @@ def _check_names(
     for key_name, mentions in mentioned.items():
         for name in mentions:
             if name not in names:
+                listed = f"{', '.join(map(repr, names))}{did_you_mean(str(name), names)}"
                 problems.append(
-                    f"study.{key_name}={name}: no variant of that"
-                    f" name{did_you_mean(str(name), names)}"
+                    f"study.{key_name}={name}: no variant of that name; there are {listed}"
                 )
     for pattern in config.only:
         if not fnmatch.filter(names, pattern):

@@ -47,7 +47,8 @@ def _devices(run: RequestedRun) -> Iterator[Problem]:
         if wanted > most:
             yield Problem(
                 f"launch.nproc_per_node={wanted}",
-                f"this host has {counted(hardware.cpus, 'core')}",
+                "a host runs at most 8 processes per core, and this one has"
+                f" {counted(hardware.cpus, 'core')}",
                 f"use at most launch.nproc_per_node={most}",
             )
     elif not hardware.gpus:
@@ -89,7 +90,7 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
             yield Problem(
                 f"{name}={number}",
                 f"makes {counted(number * ranks, made[name])} for {counted(ranks, 'process')}, and"
-                f" this host has {counted(cpus, 'core')}",
+                f" a host with {counted(cpus, 'core')} runs at most {most}",
                 f"use at most {name}={most // ranks}",
             )
 
@@ -133,7 +134,7 @@ def _under_torchrun(run: RequestedRun) -> Iterator[Problem]:
     if world.hosts > 1 and not run.asked.run_dir and world.run_id in ("", "none"):
         yield Problem(
             "run_dir=null",
-            "several hosts need the same run directory",
+            "several hosts need the same run directory, and each would choose its own",
             "add run_dir=PATH on a shared file system, or start torchrun with --rdzv-id=NAME",
         )
 

@@ -204,7 +204,7 @@ def _unknown(
     config: Config, key: MetricKey, has_validation: bool | None, sets: Collection[str] | None
 ) -> Iterator[Problem]:
     yield from _name_problems(config, key)
-    yield from _split_problems(key, has_validation, sets)
+    yield from _split_problems(config, key, has_validation, sets)
 
 
 def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
@@ -248,15 +248,19 @@ def _may_be_further(items: Sequence[FurtherMetric], names: set[str]) -> bool:
 
 
 def _split_problems(
-    key: MetricKey, has_validation: bool | None, sets: Collection[str] | None
+    config: Config,
+    key: MetricKey,
+    has_validation: bool | None,
+    sets: Collection[str] | None,
 ) -> Iterator[Problem]:
     found = f"{key.key}={key.value}"
     kind = kind_of(key.split)
     if kind == VALIDATION and has_validation is False:
+        remedy = "add data.validation=0.1"
+        if config.data.task == "language_model":  # of its windows none can be held out
+            remedy = f"use data.validation_sets.other=FILE {key.key}={VALIDATION}/other.{key.name}"
         yield Problem(
-            found,
-            "there is no validation set",
-            f"add data.validation=0.1, or use {key.key}=test.{key.name}",
+            found, "there is no validation set", f"{remedy}, or use {key.key}=test.{key.name}"
         )
     elif kind == TEST and has_validation and key.key not in AT_THE_END:
         validation = main_set(sets or [VALIDATION])

@@ -180,8 +180,8 @@ class NumberedStream:
                     f"data._target_: {self.name} gave {counted(self.place + 1, 'sample')} in"
                     f" epoch {self.epoch + 1}, but {self.length:,} were expected, by its __len__"
                     " or an earlier epoch",
-                    "give as many samples in each epoch, or use data.limit=NUMBER of the"
-                    " shortest epoch. To train without epochs, use train.epochs=null"
+                    "give the same number of samples in each epoch, or use data.limit=NUMBER with"
+                    " that of the shortest epoch. To train without epochs, use train.epochs=null"
                     " train.max_steps=NUMBER",
                 )
             self.place += 1

@@ -129,7 +129,7 @@ class SampledEpochs:
             raise DataError(
                 f"{self.option}: {self.name} gave {counted(count, self.unit)} in epoch"
                 f" {epoch + 1}, but its __len__, by which steps are planned, was {self.length:,}",
-                "give as many as __len__ says in each epoch, or train in a loop of your own"
+                "give in each epoch the number that __len__ says, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 
@@ -212,7 +212,7 @@ class EpochsInBatches(SampledEpochs):
             raise DataError(
                 f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, but {len(self):,}"
                 " in epoch 1",
-                "give as many samples in each epoch, or train in a loop of your own"
+                "give the same number of samples in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 

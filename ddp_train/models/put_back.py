@@ -70,8 +70,8 @@ def leaving_nothing(what: str, roots: Mapping[str, Any], on_copies: bool = False
         left = _left_behind(before, look_through(roots, MOST_ITEMS))
         if left:
             log.warning(
-                "%s has changed %s, which cannot be restored afterwards; keep it in a buffer, a"
-                " number, a list or a dict",
+                "%s has changed %s, which cannot be restored and stays changed; keep such state in"
+                " a buffer, a number, a list or a dict",
                 what,
                 ", ".join(left[:3]),
             )

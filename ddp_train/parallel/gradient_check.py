@@ -60,7 +60,7 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     if lazy:
         names = ", ".join(name.removeprefix("model.") for name in lazy[:NAMES_SHOWN])
         raise ModelError(
-            f"{counted(len(lazy), 'parameter')} of lazy layers without a shape yet: {names}",
+            f"lazy layers have {counted(len(lazy), 'parameter')} without a shape yet: {names}",
             "give these layers their number of inputs, or call the model once after it is created",
         )
     return trained

@@ -145,7 +145,8 @@ class StreamFeed:
             raise TypeError(f"{self.name} has no length")
         if self.split_by_node:
             raise TypeError(
-                f"the __len__ of {self.name} is the length of this process's part alone"
+                f"run.loader has no length: the __len__ of {self.name} is the length of this"
+                " process's part alone"
             )
         return samples // self.size if self.drop_last else -(-samples // self.size)
 

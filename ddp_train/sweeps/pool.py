@@ -61,7 +61,9 @@ def read_settings(arguments: list[str]) -> tuple[LauncherSettings, list[str]]:
         if text.isdigit() and int(text) >= least:
             settings = replace(settings, **{name: int(text)})
         elif text not in ("", "null"):
-            problems.append(f"hydra.launcher.{name}={text}: must be a number, at least {least}")
+            problems.append(
+                f"hydra.launcher.{name}={text}: must be a whole number, at least {least}"
+            )
     text = last_value(arguments, "hydra.launcher.devices")
     if text not in ("", "null"):
         entries = [entry.strip() for entry in text.strip("[]").split(",")]

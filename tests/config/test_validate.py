@@ -378,6 +378,10 @@ BAD: dict[str, list[str]] = {
     "run_dir=": ["must not be empty"],
     "name=a/b": ["must be usable as the name of a folder"],
     "name=-x": ["spaces and . _ + = -, and the first a letter, a digit or _"],
+    "model=gpt data=text objective=validation.loss": [
+        "there is no validation set; use data.validation_sets.other=FILE"
+        " objective=validation/other.loss, or use objective=test.loss"
+    ],
     "model=gpt data=text data.validation=0.1": [
         "A test set is held out already (data.test_part); to validate with another text, use"
         " data.validation_sets.other=FILE"

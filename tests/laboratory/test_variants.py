@@ -132,7 +132,7 @@ def test_later_override_replaces_earlier() -> None:
         ),
         (
             ["study=strategies", "study.against.dp=one"],
-            "study.against=one: no variant of that name",
+            "study.against=one: no variant of that name; there are 'single', 'dp'",
         ),
         (
             ["study=strategies", "study.only=[single,'ddp, SyncBN']"],

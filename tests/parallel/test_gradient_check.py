@@ -231,7 +231,7 @@ def frozen() -> nn.Module:
     [
         (
             "tests.parallel.test_gradient_check.lazy",
-            "2 parameters of lazy layers without a shape yet: 1.weight, 1.bias",
+            "lazy layers have 2 parameters without a shape yet: 1.weight, 1.bias",
         ),
         (
             "tests.parallel.test_gradient_check.frozen",

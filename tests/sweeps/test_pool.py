@@ -45,7 +45,7 @@ def test_direct_launcher_settings_are_shared_by_trials() -> None:
     assert planned("cpu", "processes_at_once=3") == TrialPool(3, 0)
     assert planned("cpu", "processes_at_once=null") == TrialPool(1, 0)
     assert planned("cpu", "processes_at_once=0") == [
-        "hydra.launcher.processes_at_once=0: must be a number, at least 1"
+        "hydra.launcher.processes_at_once=0: must be a whole number, at least 1"
     ]
     asked = Config(sweep=SweepConfig(gpus_per_trial=1))
     _, problems = with_settings(asked, LauncherSettings(gpus_per_trial=2))
