@@ -167,7 +167,7 @@ def test_no_other_key_loads_code(words: list[str]) -> None:
     assert len(problems) == 1, problems
     assert (
         "only model._target_ may name code" in problems[0]
-        or "loads code from outside hydra" in problems[0]
+        or "is code from outside hydra" in problems[0]
     )
 
 

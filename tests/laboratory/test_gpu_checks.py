@@ -188,7 +188,8 @@ def test_other_gpus_than_the_lost_one_are_used(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with Nvml(*cards):
         with pytest.raises(
-            ConfigError, match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset it"
+            ConfigError,
+            match="device=cuda: the driver cannot reach GPU 0: GPU is lost; reset this GPU",
         ):
             prepare(PROGRAM, words, None)
         prepared = prepare(PROGRAM, [*words, *DOCTOR], None)

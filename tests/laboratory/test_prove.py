@@ -269,7 +269,7 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     rows = {row["check"]: row for row in answer["findings"]}
     broken = [name for name, row in rows.items() if row["status"] == "failure"]
     assert broken == ["resume after a kill"] and answer["exit_code"] == 70
-    assert "fixed: dropout, randn_like" in rows["resume on 3 processes"]["detail"]
+    assert "fixed random numbers in dropout, randn_like" in rows["resume on 3 processes"]["detail"]
     assert "state_dict() of a hook" in rows["resume after a kill"]["remedy"]
     assert 0 < rows["gradients, 3 processes"]["numbers"]["found"] < 1e-10
     assert rows["evaluation, 3 processes"]["numbers"]["found"] < 1e-12

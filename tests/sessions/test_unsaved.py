@@ -18,6 +18,7 @@ from ddp_train.sessions.watches.unsaved import (
     refuse_unsaved_schedulers,
     warn_of_unsaved_schedulers,
 )
+from ddp_train.text import with_article
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -56,7 +57,8 @@ def test_a_scheduler_that_is_not_saved_is_refused_with_its_class(make: Any) -> N
     scheduler = make(optimizer)
     with pytest.raises(UsageError) as caught:
         refuse_unsaved_schedulers({"sgd": optimizer}, living_objects())
-    assert f"run.resume did not get a {type(scheduler).__name__} of sgd" in str(caught.value)
+    kind = type(scheduler).__name__
+    assert f"run.resume did not get {with_article(kind)} of sgd" in str(caught.value)
     assert "sgd=sgd, scheduler=scheduler" in caught.value.remedy
     refuse_unsaved_schedulers({"sgd": optimizer, "scheduler": scheduler}, living_objects())
     refuse_unsaved_schedulers({"sgd": optimizer, "own": Own(scheduler)}, living_objects())
