@@ -115,8 +115,11 @@ class HookContext(MediaCalls):
         return self._job.media, self.step
 
     def observe(self, observer: StepObserver) -> None:
-        """Have an observer called around each backward pass and each update from now on."""
-        self._job.stepper.observers.append(observer)
+        """Have an observer called around each backward pass and each update from now on.
+
+        It is called before those that were there: they keep its state, and report the step as done.
+        """
+        self._job.stepper.observers.insert(0, observer)
 
     def stop_observing(self, observer: StepObserver) -> None:
         self._job.stepper.observers.remove(observer)

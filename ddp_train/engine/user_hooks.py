@@ -86,6 +86,11 @@ class UserHooks:
         """Path and state of each hook, for a checkpoint."""
         return [[hook.path, hook.state()] for hook in self.hooks]
 
+    @property
+    def have_state(self) -> bool:
+        """Whether a hook has a state, which it may change at any time."""
+        return any(hasattr(hook.hook, "state_dict") for hook in self.hooks)
+
     def load_state(self, state: Sequence[Sequence[Any]]) -> list[str]:
         """Give the hooks their states; those of one class take theirs in their order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.engine.loop import Job
+from ddp_train.engine.step_observers import PhaseReports
 from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.recovery.kept_layout import packed
@@ -97,14 +98,17 @@ class RunKeeper(StepObserver):
         self,
         keeper: StateKeeper,
         hooks_change_it: bool,
+        hooks_change_themselves: bool,
         gathered: Callable[[], Tensor] | None = None,
     ) -> None:
         """
         hooks_change_it: hooks may change the weights, or other tensors of the state.
+        hooks_change_themselves: the states of hooks may change where these do not act.
         gathered: see `live_state.state_of`.
         """
         self.keeper = keeper
         self.hooks_change_it = hooks_change_it
+        self.hooks_change_themselves = hooks_change_themselves
         self.gathered = gathered
         self.hook_records = {
             places: HookRecords(keeper.memory, keeper.rank, places) for places in TURNS
@@ -152,7 +156,8 @@ class RunKeeper(StepObserver):
         self.job = job
         self.hook_states = checkpoint_hook.hook_states
         self.acted_at = job.step - hooks_owed
-        job.stepper.observers.insert(0, self)
+        # Behind the observers of hooks, whose state is kept; a step is done once it is kept.
+        job.stepper.observers.insert(_place_of_reports(job.stepper.observers), self)
         job.hooks = [EveryHook(self._before_hooks), *job.hooks, EveryHook(self._after_hooks)]
         try:
             yield
@@ -169,8 +174,10 @@ class RunKeeper(StepObserver):
     def _keep(self, step: int) -> None:
         job = self.job
         assert job
-        if self.hooks is None:
-            self.hooks = self._hooks_now(job)
+        if self.hooks_change_themselves:
+            self.hooks = self._hooks_now(job, step)
+        elif self.hooks is None:
+            self.hooks = self._hooks_now(job, self.acted_at)
         if self.live is None or not self.live.is_of(job, self.tensors_may_differ):
             self.live = state_of(job, self.gathered)
         self.tensors_may_differ = False
@@ -209,7 +216,7 @@ class RunKeeper(StepObserver):
         kept = self.keeper.last
         if kept is None or kept.mark is None or marked_step(kept.mark) != job.step:
             return
-        self.hooks = self._hooks_now(job)
+        self.hooks = self._hooks_now(job, job.step)
         if not self.hooks_change_it:
             self.hooks.write(self.hook_records[kept.places].after)
             return
@@ -224,9 +231,15 @@ class RunKeeper(StepObserver):
         except LaunchError as error:
             self.keeper.give_up(error)
 
-    def _hooks_now(self, job: Job) -> HooksNow:
-        """The states of hooks, which change only when they act."""
-        return HooksNow.of(self.acted_at, self.hook_states(), job.stepper)
+    def _hooks_now(self, job: Job, step: int) -> HooksNow:
+        """The states of hooks. step: after which they have changed last."""
+        return HooksNow.of(step, self.hook_states(), job.stepper)
+
+
+def _place_of_reports(observers: Sequence[StepObserver]) -> int:
+    """The place of those that report a step as done; the end if there are none."""
+    places = (n for n, observer in enumerate(observers) if isinstance(observer, PhaseReports))
+    return next(places, len(observers))
 
 
 class HostLosses:

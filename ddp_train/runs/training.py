@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_train.assembly import metrics
 from ddp_train.assembly.batches import first_batch
@@ -344,14 +345,18 @@ class Training:
         world = run.world
         memory = run.worker.kept_memory
         if memory:
-            return self._kept_by(RunKeeper(self._keeper_in(memory), self._hooks_change_it))
+            return self._kept_by(self._run_keeper(memory))
         if run.config.host_range and world.size > 1:
             return self._recovery_on_hosts()
         return contextlib.nullcontext()
 
-    def _keeper_in(self, memory: KeptMemory) -> StateKeeper:
+    def _run_keeper(
+        self, memory: KeptMemory, gathered: Callable[[], Tensor] | None = None
+    ) -> RunKeeper:
         world = self.run.world
-        return StateKeeper(memory, world.local_rank, world.local_size, self.job.stepper.device)
+        device = self.job.stepper.device
+        keeper = StateKeeper(memory, world.local_rank, world.local_size, device)
+        return RunKeeper(keeper, self._hooks_change_it, self.user_hooks.have_state, gathered)
 
     def _kept_by(self, keeper: RunKeeper) -> AbstractContextManager[None]:
         owner = run_lock.owner(self.run.run_dir / run_lock.FILE)
@@ -379,10 +384,7 @@ class Training:
         if memory:
             numbers = OwnNumbers(job)
             job.stepper.observers.insert(0, numbers)
-            keeper = RunKeeper(
-                self._keeper_in(memory), self._hooks_change_it, lambda: numbers.of_ranks
-            )
-            keeping = self._kept_by(keeper)
+            keeping = self._kept_by(self._run_keeper(memory, lambda: numbers.of_ranks))
         with saving_on_loss(job, memory, run.run_dir, run.world, run.status), keeping:
             yield
 

@@ -414,3 +414,66 @@ def test_weights_that_have_diverged_are_not_saved(skip: bool, tmp_path: Path) ->
     assert failed.stderr.endswith(f"the same command with run_dir={run_dir} starts over\n")
     again = run(*words, "optimizer.lr=0.01", f"run_dir={run_dir}")
     assert again.returncode == 0, again.stderr
+
+
+COUNTS = """
+import os
+import signal
+
+
+class Counts:
+    \"\"\"Counts updates by a hook of the optimizer and by an observer, and acts once an epoch.\"\"\"
+
+    def __init__(self, job, run_dir, world):
+        self.job, self.run_dir, self.rank = job, run_dir, world.rank
+        self.counts = {"post hook": 0, "observer": 0}
+
+    def __enter__(self):
+        self.job.observe(self)
+        self.handle = self.job.optimizer.register_step_post_hook(self.see_step)
+
+    def __exit__(self, *error):
+        self.handle.remove()
+
+    def see_step(self, optimizer, args, kwargs):
+        self.counts["post hook"] += 1
+
+    def before_backward(self, loss, units, micro_batch):
+        victim = {11: 1, 17: 0, 23: 2}.get(self.job.step)
+        done = self.run_dir / f"killed at {self.job.step}"
+        if self.rank == victim and not done.exists():
+            done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_backward(self, micro_batch):
+        pass
+
+    def before_update(self):
+        pass
+
+    def after_update(self, steps_done):
+        self.counts["observer"] += 1
+
+    def act(self, job):
+        if self.rank == 0:
+            print(f"step {job.step}: {self.counts}", flush=True)
+
+    def state_dict(self):
+        return self.counts
+
+    def load_state_dict(self, state):
+        self.counts = dict(state)
+"""
+
+
+@pytest.mark.slow
+def test_what_hooks_count_in_each_step_is_kept_with_it(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    words = ["model=mlp", "data.limit=210", "train.global_batch_size=21", "train.epochs=3"]
+    words += ["hooks=[counts.Counts]", "launch.nproc_per_node=3", "launch.max_restarts=3"]
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no step is lost") == 3, done.stderr
+    for step in (10, 20, 30):
+        counts = {"post hook": step, "observer": step}
+        assert f"step {step}: {counts}" in done.stdout, done.stdout
