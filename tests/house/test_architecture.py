@@ -44,7 +44,7 @@ WITH_TORCH = [
     "ddp_train.tensor_tree",
     *(
         f"ddp_train.distributed.{name}"
-        for name in ("all_gather", "connections", "exchange", "flight_record")
+        for name in ("all_gather", "buffers_of_ranks", "connections", "exchange", "flight_record")
     ),
     *(
         f"ddp_train.distributed.{name}"

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ddp_train.distributed.exchange import texts_from_all_ranks
-from ddp_train.distributed.replicas import weight_with_nan
-from ddp_train.models.python_state import attribute_of, changed, state_of
-from ddp_train.sessions.session_objects import Stateful, beside_states, copies_on
-from ddp_train.sessions.watches.states_of_ranks import (
+from ddp_train.distributed.buffers_of_ranks import (
     BufferOfRanks,
     buffers_apart,
     is_batch_norm_apart,
     is_statistic,
-    numbers_apart,
 )
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.replicas import weight_with_nan
+from ddp_train.models.python_state import attribute_of, changed, state_of
+from ddp_train.sessions.session_objects import Stateful, beside_states, copies_on
+from ddp_train.sessions.watches.states_of_ranks import numbers_apart
 
 log = logging.getLogger(__name__)
 NOT_THE_SAME = (
