@@ -255,8 +255,8 @@ def hidden_state(names: str) -> Cause:
         f"{names} changes in forward passes, and the gradients of the same samples change with it"
     )
     remedy = (
-        "keep that state in a buffer (register_buffer), which checkpoints save; or compute it"
-        " from the batch alone"
+        "keep that state in a buffer (register_buffer), which checkpoints save, and fill it from"
+        " the samples of all processes (ddp_train.all_gather); or compute it from the batch alone"
     )
     return Cause("state", text, remedy)
 

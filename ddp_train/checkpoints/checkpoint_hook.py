@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.checkpoints.training_state import (
     METRICS,
@@ -22,10 +23,21 @@ from ddp_train.checkpoints.training_state import (
     states_of,
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
+from ddp_train.distributed.buffers_of_ranks import buffers_apart, is_statistic
 from ddp_train.distributed.process_group import total
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
 from ddp_train.tasks.mean_loss import Mean
+
+log = logging.getLogger(__name__)
+MOST_NAMES = 3
+"""The most buffers that a warning lists."""
+OWN_BUFFERS = (
+    "%s: not the same on all processes, since each process fills it from its own samples. So the"
+    " result depends on the number of processes, and a checkpoint has the mean over them. Fill it"
+    " from the samples of all processes: rows, _ = ddp_train.all_gather(indices); table[rows] ="
+    " ddp_train.all_gather(values.detach())[0]"
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class CheckpointHook:
         self.times = times or SaveTimes()
         self.hooks: dict[str, StatefulHook] = {METRICS: metrics_hook, **(further_hooks or {})}
         self.last_save = time.monotonic()
+        self.has_warned_of_buffers = False
 
     def due(self, job: Job) -> int:
         return self.times.next_step(job)
@@ -114,12 +127,26 @@ class CheckpointHook:
         for name, score in job.scores.items():
             scores[name] = score.as_dict()
         with job.strategy.averaged(job.module) as buffers:
+            self._warn_of_own_buffers(job.module, buffers)
             weights = job.strategy.full_weights(job.module.model)
             if self.writer:
                 states = self.hook_states()
                 self.writer.submit(
                     partial(self.snapshot, job, weights, buffers, average, states, scores)
                 )
+
+    def _warn_of_own_buffers(self, module: nn.Module, of_ranks: Tensor) -> None:
+        """Name once the buffers that each process fills alone, but for statistics of norms.
+
+        of_ranks: the buffers of each process, [ranks, n].
+        """
+        if self.writer is None or self.has_warned_of_buffers:
+            return
+        differing = buffers_apart(module, of_ranks)
+        names = [buffer.name for buffer in differing if not is_statistic(buffer)]
+        if names:
+            self.has_warned_of_buffers = True
+            log.warning(OWN_BUFFERS, ", ".join(names[:MOST_NAMES]))
 
     def hook_states(self) -> HookStates:
         return states_of(self.hooks)

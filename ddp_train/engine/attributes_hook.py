@@ -18,7 +18,8 @@ MOST_NAMES = 3
 NOT_SAVED = (
     "note: {} changed during training but is in no checkpoint: a resumed run would have"
     " its first value. Set it in __enter__ of a hook too, or keep it in a buffer of the"
-    f" model{see_page('Hooks and logging')}"
+    " model, filled from the samples of all processes (ddp_train.all_gather)"
+    f"{see_page('Hooks and logging')}"
 )
 
 

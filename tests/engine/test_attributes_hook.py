@@ -104,6 +104,7 @@ def set_what_is_kept(job: Any, step: int) -> None:
 def test_what_changes_is_named_once(move: Any, name: str) -> None:
     (line,) = lines_of(move, Forgets())
     assert line.startswith(f"note: {name} changed during training but is in no checkpoint"), line
+    assert "ddp_train.all_gather" in line
 
 
 def test_what_is_kept_is_not_named() -> None:
