@@ -20,6 +20,9 @@ class Pace:
         """Whether the step that was done last is kept."""
         return True
 
+    def took(self, seconds: float) -> None:
+        """Note how long the host took to gather what is kept beside the tensors."""
+
 
 class NoPace(Pace):
     """Keeps no step: there is no room for it."""
@@ -40,8 +43,8 @@ class DevicePace(Pace):
     """Keeps a step as often as SHARE of the time allows, and each step at first.
 
     What is not kept is computed again after a failure: at most HOST_SECONDS and the seconds of a
-    copy, divided by SHARE. A payload of an exchange, see `tasks.mean_loss.ExtraPayload`: all ranks
-    must keep the same steps.
+    copy and of the states of hooks, divided by SHARE. A payload of an exchange, see
+    `tasks.mean_loss.ExtraPayload`: all ranks must keep the same steps.
     """
 
     def __init__(self, copies: TimedCopies) -> None:
@@ -52,6 +55,8 @@ class DevicePace(Pace):
         """Steps since one was kept."""
         self.steps = 0
         """Steps since the last exchange."""
+        self.seconds_beside = 0.0
+        """What the host needed, for the last step that was kept, beside HOST_SECONDS."""
         self.began = time.perf_counter()
         self.step_seconds = math.inf
         """The shortest time of a step: an interval may include an evaluation, or a compiler."""
@@ -64,13 +69,16 @@ class DevicePace(Pace):
         self.since = 0
         return True
 
+    def took(self, seconds: float) -> None:
+        self.seconds_beside = seconds
+
     def collect(self) -> Sequence[float]:
         now = time.perf_counter()
         seconds = (now - self.began) / self.steps if self.steps else math.inf
         self.began = now
         self.steps = 0
         self.step_seconds = min(self.step_seconds, seconds)
-        return [self.step_seconds, self.copies.seconds()]
+        return [self.step_seconds, self.copies.seconds() + self.seconds_beside]
 
     def deliver(self, of_ranks: list[list[float]]) -> None:
         step_seconds = min(of_rank[0] for of_rank in of_ranks)

@@ -175,7 +175,9 @@ class RunKeeper(StepObserver):
         job = self.job
         assert job
         if self.hooks_change_themselves:
+            began = time.perf_counter()
             self.hooks = self._hooks_now(job, step)
+            self.keeper.pace.took(time.perf_counter() - began)
         elif self.hooks is None:
             self.hooks = self._hooks_now(job, self.acted_at)
         if self.live is None or not self.live.is_of(job, self.tensors_may_differ):

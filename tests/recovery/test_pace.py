@@ -55,6 +55,15 @@ def test_all_ranks_keep_the_same_steps() -> None:
     ] * 3
 
 
+def test_states_of_hooks_that_take_long_are_kept_less_often() -> None:
+    pace = DevicePace(Copies(0.0007))
+    assert kept_steps(pace, 1) == [1]
+    pace.took(0.05)
+    _, cost = pace.collect()
+    pace.deliver([[0.01, cost]])
+    assert pace.every == math.ceil((HOST_SECONDS + 0.0507) / (SHARE * 0.01))
+
+
 def kept_of_session(pace: SessionPace, steps: int) -> list[int]:
     kept = []
     for step in range(1, steps + 1):
