@@ -25,6 +25,10 @@ _TAKE_NO_SAMPLE = (
     " of x.view(len(x), -1). If a layer cannot take an empty batch (pack_padded_sequence), use"
     " run.loader(..., drop_last=True), or a global_batch_size that gives each process a sample"
 )
+_OWN_NAMES = (
+    "the state_dict of a wrapped model has the model's own names, not those of plain DDP. Leave"
+    " out `module.`, as in state_dict['layer.weight']"
+)
 DEAD_LOADER = "DataLoader worker (pid"
 """Begin of torch's message about a loader process that died."""
 
@@ -186,6 +190,8 @@ def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
             "give the model inputs of the dtype of its weights: return float32 (numpy's default is"
             " float64)"
         )
+    elif isinstance(error, KeyError) and text.startswith(("'module.", '"module.')):
+        remedy = _OWN_NAMES
     elif NO_SAMPLE in getattr(error, "__notes__", []):
         remedy = _TAKE_NO_SAMPLE
     detail = _detail_of(error)

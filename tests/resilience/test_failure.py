@@ -39,6 +39,15 @@ def test_inputs_of_another_number_type_have_a_remedy(layer: nn.Module, dtype: to
     )
 
 
+def test_names_of_plain_ddp_have_a_remedy() -> None:
+    weights = nn.Linear(3, 2).state_dict()
+    for name, is_plain in (("module.weight", True), ("modules", False)):
+        with pytest.raises(KeyError) as caught:
+            weights[name]
+        failure = failure_from(caught.value, 0, RankStatus(), Path("log"), "")
+        assert ("Leave out `module.`" in failure.remedy) == is_plain
+
+
 def test_a_layer_that_takes_no_sample_has_a_remedy() -> None:
     error = RuntimeError("Cannot pack empty tensors.")
     error.add_note(NO_SAMPLE)
