@@ -16,6 +16,7 @@ from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.watches.carried_numbers import CARRIED, CarriedNumbers
+from ddp_train.sessions.watches.counts_beside_copies import COUNTS, CountsBesideCopies
 from ddp_train.sessions.watches.first_step import SAME_ROWS
 from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
 from ddp_train.sessions.watches.padded_images import PaddedImages
@@ -43,6 +44,8 @@ class FirstEpoch:
         """Whether carried numbers were told."""
         self.lost: LostVariables | None = None
         """On rank 0 alone."""
+        self.counts: CountsBesideCopies | None = None
+        """On rank 0 alone, in the first epoch."""
         self.looks_at_steps = not whole
         """Whether variables that are lost inside of an epoch are looked for."""
         self.rows: str | None = None
@@ -54,6 +57,7 @@ class FirstEpoch:
             self.carried = CarriedNumbers()
         if world.is_leader and saved is not None:
             self.lost = LostVariables(saved)
+            self.counts = CountsBesideCopies(saved)
 
     def begin_step(self, facts: list[Mapping[str, Any]]) -> None:
         """facts: of the loaders, see `Feed`."""
@@ -78,6 +82,8 @@ class FirstEpoch:
             self.carried.look(samples)
         if self.lost and self.looks_at_steps:
             self._tell_of_lost(self.lost)
+        if self.counts:
+            self.counts.end_step()
 
     def _tell_of_lost(self, lost: LostVariables) -> None:
         names = lost.look()
@@ -102,6 +108,11 @@ class FirstEpoch:
     def compare(self, device: str) -> None:
         """Name once what each process has of its own samples alone. A collective."""
         self._compare_rows(device)
+        if self.counts and self.lost:
+            names = [name for name in self.counts.changed() if name not in self.lost.told]
+            self.counts = None
+            if names:
+                log.warning(COUNTS, ", ".join(names))
         if self.padded_images:
             warning = self.padded_images.warning(device)
             self.padded_images = None
