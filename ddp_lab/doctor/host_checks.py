@@ -136,7 +136,7 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
     needed = _ranks(config) * (2 + config.process_count)
     numbers = {"free": free, "needed": needed}
     remedy = (
-        'widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range="32768 60999")'
+        'widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range="15000 60999")'
     )
     with socket.socket() as probe:
         try:

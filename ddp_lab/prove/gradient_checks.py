@@ -191,10 +191,10 @@ class GradientChecks:
         names = causes.listed(self.changed_state)
         if difference > self.tolerance:
             return causes.finding(causes.hidden_state(names), difference, self.tolerance)
-        detail = f"{names} changes in forward passes; two passes showed no effect on the gradients"
+        detail = f"forward passes change {names}; two passes showed no effect on the gradients"
         remedy = (
             "if results depend on that state, keep it in a buffer: now no checkpoint has it, and"
-            " it differs between processes"
+            " it may differ between processes"
         )
         return warning(detail, remedy)
 

@@ -93,8 +93,11 @@ def _custom_optimizer(
         remedy = "use another optimizer, or a loop of your own in ddp_train.session"
         raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
     if captured and not getattr(optimizer, READS_FLAG, False):
-        rule = f"{section.target} has no attribute {READS_FLAG}, so step() may wait for the host"
-        remedy = f"use tuning.cuda_graph=false{see_page('Optimizers and schedules')}"
+        rule = (
+            f"{section.target} does not have {READS_FLAG} = True, so its step() may make the CPU"
+            " wait for the GPU"
+        )
+        remedy = f"use tuning.cuda_graph=false{see_page('Performance')}"
         raise ConfigError([f"tuning.cuda_graph=true: {rule}; {remedy}"])
     known = list(optimizer.defaults)
     for group in section.groups:

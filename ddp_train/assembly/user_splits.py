@@ -346,7 +346,7 @@ class UserSplits:
         raise ConfigError(
             [
                 f"data.{key}={shown(items)}: {' and '.join(names)} would draw random numbers for"
-                " validation and test samples; give these transforms of their own:"
+                " validation and test samples; set the transforms of these samples:"
                 f" data.test_transform={shown(rest)}"
             ]
         )

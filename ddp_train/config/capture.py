@@ -46,7 +46,7 @@ def _blockers_of_training(config: Config) -> Iterator[tuple[str, str]]:
     is_asked_later = config.optimizer.is_custom and config.tuning.cuda_graph is True
     if not config.optimizer.can_be_captured and not is_asked_later:
         able = [name for name, option in OPTIONS["optimizer"].items() if option.can_be_captured]
-        yield "optimizer", f"{' or '.join(able)} (other optimizers wait for the host)"
+        yield "optimizer", f"{' or '.join(able)} (the CPU waits for the GPU in other optimizers)"
 
 
 def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:

@@ -44,8 +44,8 @@ TRUSTED_METRICS = tuple(
 """Not all of torchmetrics: other modules of it load models that an argument names."""
 TRUSTED_HOOKS = ("ddp_lab.study",)
 HOOK_RULE = (
-    "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir,"
-    " world)"
+    "must be a class with a method act, or with __enter__ and __exit__; Class(job, run_dir, world)"
+    " creates the hook"
 )
 HOOK_METHODS = ({"act"}, {"__enter__", "__exit__"})
 """Methods of a hook: all of one of the sets."""
@@ -234,7 +234,7 @@ def _wrong_class(
         return
     kind = _wrong_kind(statements, name, interfaces)
     if kind:
-        yield Problem(found, f"{rule}, but is {kind}")
+        yield Problem(found, f"{path} is {kind}; it {rule}")
 
 
 def _statements_of(path: str) -> list[ast.stmt]:
@@ -279,13 +279,13 @@ def _wrong_kind(statements: list[ast.stmt], name: str, interfaces: Sequence[set[
     bindings = [statement for statement in statements if name in _bound([statement])]
     match bindings[-1:]:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
-            return "a function"
+            return "a function, no class"
         case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
-            return "a value"
+            return "a value, no class"
         case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
             methods = _bound(body)
             if not any(needed <= methods for needed in interfaces):
-                return "a class without them"
+                return "a class that lacks methods"
     return ""
 
 

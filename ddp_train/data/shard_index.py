@@ -29,7 +29,7 @@ CHUNK = 1 << 20
 UNPACKERS = {b"\x1f\x8b": "gunzip", b"BZ": "bunzip2", b"\xfd7": "unxz", b"\x28\xb5": "unzstd"}
 """The program that unpacks a file, by its first two bytes."""
 FILES_ALONE = (
-    "write it again with files alone: tar --sort=name --dereference --hard-dereference -cf"
+    "write it again with regular files only: tar --sort=name --dereference --hard-dereference -cf"
     " SHARD.tar ..."
 )
 SORT = "write it again with sorted names: tar --sort=name -cf SHARD.tar ..."

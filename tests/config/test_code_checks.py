@@ -46,11 +46,11 @@ Assigned = Other
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("watch", "a function"),
-        ("managed", "a function"),
-        ("short", "a function"),
-        ("SIZE", "a value"),
-        ("Closed", "a class without them"),
+        ("watch", "a function, no class"),
+        ("managed", "a function, no class"),
+        ("short", "a function, no class"),
+        ("SIZE", "a value, no class"),
+        ("Closed", "a class that lacks methods"),
         ("Whole", ""),
         ("Acts", ""),
         ("Derived", ""),  # what the source alone does not show is left to the workers
@@ -69,10 +69,10 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         assert prepare(PROGRAM, words, None).config.hooks == [f"{module}.{name}"]
         return
     rule = (
-        "must be a class with a method act, or __enter__ and __exit__, called as Class(job,"
-        " run_dir, world)"
+        "it must be a class with a method act, or with __enter__ and __exit__; Class(job, run_dir,"
+        " world) creates the hook"
     )
-    assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, but is {found}"]
+    assert problems_of(*words) == [f"hooks=[{module}.{name}]: {module}.{name} is {found}; {rule}"]
 
 
 def write_source(folder: Path, module: str, source: str) -> None:
@@ -103,8 +103,8 @@ class Closed:
         ("Mien", "{module} has no Mien; did you mean Mine?"),
         (
             "Closed",
-            "must be a class derived from ddp_train.Tracker, with the methods open, write and close,"
-            " but is a class without them",
+            "{module}.Closed is a class that lacks methods; it must be a class derived from"
+            " ddp_train.Tracker, with the methods open, write and close",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_an_own_optimizer_is_captured_if_it_says_that_it_can_be() -> None:
         job = job_of(config, World(), device="cpu")
         assert isinstance(job.stepper, GraphedStepper)
         config.optimizer.arguments["fused"] = False
-        with pytest.raises(ConfigError, match="no attribute _step_supports_amp_scaling"):
+        with pytest.raises(ConfigError, match="does not have _step_supports_amp_scaling"):
             job_of(config, World(), device="cpu")
 
 

@@ -63,7 +63,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "gradients",
         "(norm) uses the statistics of each process's own",
     ),
-    "a count": ({"model": "Counting"}, "state", "state", "model.calls changes in forward passes"),
+    "a count": ({"model": "Counting"}, "state", "state", "forward passes change model.calls"),
     "a count in a buffer": (
         {"model": "CountingInBuffer"},
         "state",

@@ -18,9 +18,10 @@ from ddp_train.sessions.watches.states_of_ranks import are_same, numbers_of
 LOOKS = 3
 """Steps that are looked at: the first may set what each of the next changes."""
 CARRIED = (
-    "%s: carried from earlier steps or epochs into the losses, but not the same on all processes."
-    " Each process has its own samples, so the losses depend on the number of processes. For a"
-    " mean over all samples use run.sum(values.sum()) / run.sum(len(values))"
+    "%s: the losses depend on a value that the loop keeps from earlier steps or epochs, and that"
+    " differs between processes, since each has only its own samples. So the result depends on"
+    " the number of processes. For a mean over all samples use"
+    " run.sum(values.sum()) / run.sum(len(values))"
 )
 
 
