@@ -214,7 +214,9 @@ def test_a_sweep_that_waits_for_others_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mistake_in_any_application_is_a_line(tmp_path: Path) -> None:
     wrong = app(tmp_path, "+x=1,2", "hydra.launcher.gpus_per_trial=3")
-    assert "gpus_per_trial=3: there are 2 devices; use hydra.launcher" in (said := end_of(wrong))
+    assert "gpus_per_trial=3: the number of devices is 2; use hydra.launcher" in (
+        said := end_of(wrong)
+    )
     assert wrong.returncode == 1 and "Traceback" not in said
 
 
@@ -283,5 +285,5 @@ def test_an_application_may_listen_to_its_sweep(tmp_path: Path) -> None:
     assert "started 0 ['+x=1'] ['a']" in end_of(sweep) and sweep.returncode == 0
     refused = app(tmp_path, "+x=1", "hydra.launcher.gpus_per_trial=3", code=LISTENING)
     said = end_of(refused)
-    assert "problem hydra.launcher.gpus_per_trial=3: there are 2 devices" in said, said
+    assert "problem hydra.launcher.gpus_per_trial=3: the number of devices is 2" in said, said
     assert refused.returncode == 7
