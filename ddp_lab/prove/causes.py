@@ -251,9 +251,7 @@ def unrepeatable(asked: list[str]) -> Cause:
 
 def hidden_state(names: str) -> Cause:
     """State that decides a result, and that no checkpoint has."""
-    text = (
-        f"{names} changes in forward passes, and the gradients of the same samples change with it"
-    )
+    text = f"forward passes change {names}, and with that the gradients of the same samples"
     remedy = (
         "keep that state in a buffer (register_buffer), which checkpoints save, and fill it from"
         " the samples of all processes (ddp_train.all_gather); or compute it from the batch alone"

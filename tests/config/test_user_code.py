@@ -88,7 +88,7 @@ def test_workers_refuse_what_the_source_does_not_show() -> None:
 
     for path in ("json.JSONDecoder", "json.dumps"):
         with pytest.raises(
-            ConfigError, match=rf"hooks=\[{path}\]: must be a class with a method act, or __enter__"
+            ConfigError, match=rf"hooks=\[{path}\]: must be a class with a method act, or with"
         ):
             build_hooks([path])
     with pytest.raises(ConfigError, match="has no StepTime; did you mean StepTimes"):

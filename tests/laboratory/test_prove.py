@@ -74,7 +74,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"model": "Global"},
         "state",
         "state",
-        "tests.support.planted.STEPS[0] changes",
+        "forward passes change tests.support.planted.STEPS[0]",
     ),
     "numpy": (
         {"model": "NumpyNoise"},
