@@ -130,6 +130,14 @@ def test_a_penalty_that_is_not_multiplied_is_refused() -> None:
     assert "return losses.sum() + penalty * units, units" in str(refused.value)
 
 
+def test_copies_with_draws_of_their_own_have_no_penalty() -> None:
+    """Their losses lie on a line by chance, here to 0.5 %."""
+    drawn = trial.LossTrial([(0.551102, 1), (1.224328, 2), (3.25791, 5)], (5.0, 7), [])
+    assert drawn.constant_part == 0
+    on_line = trial.LossTrial([(0.551102, 1), (1.224328, 2), (3.244006, 5)], (5.0, 7), [])
+    assert on_line.constant_part == pytest.approx(-0.122124)
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
