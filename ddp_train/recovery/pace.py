@@ -56,7 +56,7 @@ class DevicePace(Pace):
         self.steps = 0
         """Steps since the last exchange."""
         self.seconds_beside = 0.0
-        """What the host needed, for the last step that was kept, beside HOST_SECONDS."""
+        """The seconds beside HOST_SECONDS that the host needed for the last step that was kept."""
         self.began = time.perf_counter()
         self.step_seconds = math.inf
         """The shortest time of a step: an interval may include an evaluation, or a compiler."""

@@ -1,4 +1,4 @@
-"""What is said where a checkpoint is saved."""
+"""Warnings of a run by config where a checkpoint is saved."""
 
 from __future__ import annotations
 

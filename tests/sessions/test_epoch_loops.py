@@ -162,7 +162,7 @@ def refusal_of(world: World, folder: str, train: Callable[[Loop], None]) -> str:
 
 
 def refusals(world: World, folder: Path) -> list[str]:
-    """Of each loop, and of the one that a second start meets with a checkpoint."""
+    """Errors of each loop, and of the one that a second start meets with a checkpoint."""
     found = [refusal_of(world, str(folder / one.__name__), one) for one in REFUSALS]
     found.append(refusal_of(world, str(folder / same_count.__name__), same_count))
     return found

@@ -68,7 +68,7 @@ Step = Callable[[Run, nn.Module, Optimizer, Tensor], None]
 
 
 def trained(world: World, step: Step, samples: int = 20) -> tuple[list[str], Tensor]:
-    """What a loop is told, and its weights."""
+    """The warnings of a loop, and its weights."""
     messages: list[str] = []
     first_step.log.warning = messages.append  # type: ignore[method-assign]
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_parts_may_be_accumulated(ranks: int) -> None:
 
 
 def refused(losses: Tensor) -> str:
-    """What is told to do about losses of another number than the batch has samples."""
+    """The remedy for losses of another number than the batch has samples."""
     share = MicroBatch(0, 0, np.arange(6), num_real=6, scale=1.0, is_last=True)
     with pytest.raises(UsageError) as raised:
         check_one_for_each_sample(losses, share)

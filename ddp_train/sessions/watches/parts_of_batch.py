@@ -33,7 +33,7 @@ class PartsOfBatch:
         self.backwards = 0
         """Losses of parts that went backward as they were."""
         self.samples = 0
-        """Of this process, in the batch."""
+        """The samples of this process in the batch."""
         self.are_others = False
         """There are losses that are not of parts."""
 
