@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_train.checkpoints.training_state import (
     METRICS,
@@ -23,7 +23,11 @@ from ddp_train.checkpoints.training_state import (
     states_of,
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
-from ddp_train.distributed.buffers_of_ranks import buffers_apart, is_statistic
+from ddp_train.distributed.buffers_of_ranks import (
+    buffers_apart,
+    is_statistic,
+    whole_numbers_apart,
+)
 from ddp_train.distributed.process_group import total
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
@@ -34,9 +38,9 @@ MOST_NAMES = 3
 """The most buffers that a warning lists."""
 OWN_BUFFERS = (
     "%s: not the same on all processes, since each process fills it from its own samples. So the"
-    " result depends on the number of processes, and a checkpoint has the mean over them. Fill it"
-    " from the samples of all processes: rows, _ = ddp_train.all_gather(indices); table[rows] ="
-    " ddp_train.all_gather(values.detach())[0]"
+    " result depends on the number of processes, and a checkpoint has the mean over them, of whole"
+    " numbers those of rank 0. Fill it from the samples of all processes: rows, _ ="
+    " ddp_train.all_gather(indices); table[rows] = ddp_train.all_gather(values.detach())[0]"
 )
 
 
@@ -127,7 +131,7 @@ class CheckpointHook:
         for name, score in job.scores.items():
             scores[name] = score.as_dict()
         with job.strategy.averaged(job.module) as buffers:
-            self._warn_of_own_buffers(job.module, buffers)
+            self._warn_of_own_buffers(job, buffers)
             weights = job.strategy.full_weights(job.module.model)
             if self.writer:
                 states = self.hook_states()
@@ -135,18 +139,22 @@ class CheckpointHook:
                     partial(self.snapshot, job, weights, buffers, average, states, scores)
                 )
 
-    def _warn_of_own_buffers(self, module: nn.Module, of_ranks: Tensor) -> None:
+    def _warn_of_own_buffers(self, job: Job, of_ranks: Tensor) -> None:
         """Name once the buffers that each process fills alone, but for statistics of norms.
 
-        of_ranks: the buffers of each process, [ranks, n].
+        A collective.
+
+        of_ranks: the floating-point buffers of each process, [ranks, n].
         """
-        if self.writer is None or self.has_warned_of_buffers:
+        if self.has_warned_of_buffers:
             return
-        differing = buffers_apart(module, of_ranks)
+        differing = buffers_apart(job.module, of_ranks)
         names = [buffer.name for buffer in differing if not is_statistic(buffer)]
+        names += whole_numbers_apart(job.module, job.stepper.device)
         if names:
             self.has_warned_of_buffers = True
-            log.warning(OWN_BUFFERS, ", ".join(names[:MOST_NAMES]))
+            if self.writer:
+                log.warning(OWN_BUFFERS, ", ".join(names[:MOST_NAMES]))
 
     def hook_states(self) -> HookStates:
         return states_of(self.hooks)

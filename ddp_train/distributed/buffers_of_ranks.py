@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from ddp_train.distributed.exchange import bytes_of
+from ddp_train.distributed.process_group import from_all_ranks, ranks
 from ddp_train.distributed.replicas import TOLERANCE
 
 
@@ -52,3 +56,29 @@ def is_batch_norm_apart(buffer: BufferOfRanks) -> bool:
     spread = (buffer.values - buffer.values[0]).abs().max()
     largest = buffer.values.abs().max()
     return isinstance(buffer.owner, _BatchNorm) and bool(spread > TOLERANCE * largest)
+
+
+def whole_numbers_apart(module: nn.Module, device: str) -> list[str]:
+    """The names of the buffers without floating point that differ between processes: counts, flags,
+    places in a queue.
+
+    One collective on `device`. Counts of norms are left out.
+    """
+    if ranks() == 1:
+        return []
+    checksums = {
+        name: zlib.crc32(bytes_of(buffer).cpu().numpy().tobytes())
+        for name, buffer in module.named_buffers()
+        if _is_counted(module, name, buffer)
+    }
+    if not checksums:
+        return []
+    of_ranks = from_all_ranks(torch.tensor([*checksums.values()], device=device))
+    differs = (of_ranks != of_ranks[0]).any(0).tolist()
+    return [name for name, is_apart in zip(checksums, differs, strict=True) if is_apart]
+
+
+def _is_counted(module: nn.Module, name: str, buffer: Tensor) -> bool:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    is_plain = buffer.layout == torch.strided and not buffer.is_quantized
+    return is_plain and not buffer.is_floating_point() and not isinstance(owner, _NormBase)

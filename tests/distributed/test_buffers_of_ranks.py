@@ -9,7 +9,10 @@ from ddp_train.distributed.buffers_of_ranks import (
     buffers_apart,
     is_batch_norm_apart,
     is_statistic,
+    whole_numbers_apart,
 )
+from ddp_train.distributed.world import World
+from tests.support.ranks import on_ranks
 
 
 def test_buffers_that_each_process_fills_alone_are_named() -> None:
@@ -33,3 +36,19 @@ def test_statistics_of_another_rounding_are_the_same() -> None:
     of_ranks = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0 + 1e-6, 3.0, 4.0]]).double()
     (mean,) = buffers_apart(nn.BatchNorm1d(2), of_ranks)
     assert not is_batch_norm_apart(mean)
+
+
+def names_of_whole_numbers_apart(world: World) -> list[str]:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[0].num_batches_tracked.fill_(world.rank)
+    model[1].register_buffer("counts", torch.arange(4))
+    model[1].register_buffer("place", torch.tensor(world.rank, dtype=torch.int32))
+    model[1].register_buffer("seen", torch.tensor([True, world.rank == 2]))
+    model[1].register_buffer("none", torch.empty(0, dtype=torch.int64))
+    model[1].register_buffer("mean", torch.full((2,), float(world.rank)))
+    return whole_numbers_apart(model, "cpu")
+
+
+def test_whole_numbers_that_differ_are_named_but_for_counts_of_norms() -> None:
+    for names in on_ranks(3, names_of_whole_numbers_apart):
+        assert names == ["1.place", "1.seen"]

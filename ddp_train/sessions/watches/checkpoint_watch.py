@@ -14,6 +14,7 @@ from ddp_train.distributed.buffers_of_ranks import (
     buffers_apart,
     is_batch_norm_apart,
     is_statistic,
+    whole_numbers_apart,
 )
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.replicas import weight_with_nan
@@ -152,7 +153,8 @@ class CheckpointWatch:
         if self.has_warned_of_ranks:
             return
         names = [buffer.name for buffer in differing if not is_statistic(buffer)]
-        names += numbers_apart(self.module, self.objects, self.device)
+        names += whole_numbers_apart(self.module, self.device)
+        names += numbers_apart(self.objects, self.device)
         if names:
             self.has_warned_of_ranks = True
             log.warning(

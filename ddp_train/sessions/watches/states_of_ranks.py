@@ -22,20 +22,16 @@ Numbers = dict[str, list[float]]
 """One or two numbers for each tensor or number of a state, by its name."""
 
 
-def numbers_apart(model: nn.Module, objects: Mapping[str, Any], device: str) -> list[str]:
+def numbers_apart(objects: Mapping[str, Any], device: str) -> list[str]:
     """The names of what is not the same on all processes. A collective.
 
-    Of the model the buffers of whole numbers. Statistics of norms are left out, of which
-    `is_batch_norm_apart` tells more, and bytes, as the states of generators are.
+    Statistics of norms are left out, of which `is_batch_norm_apart` tells more, and bytes, as the
+    states of generators are.
 
     objects: what run.resume got beside models. Optimizers and schedules follow from the gradients,
         which all processes share.
     """
     numbers: Numbers = {}
-    for name, buffer in model.named_buffers():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if not buffer.is_floating_point() and not isinstance(owner, _NormBase):
-            numbers |= dict(_numbers_in(name, buffer))
     for name, holder in objects.items():
         if not isinstance(holder, Optimizer | LRScheduler):
             numbers |= dict(_numbers_in(name, _state_of(holder)))
