@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -343,10 +344,14 @@ class UserSplits:
         drawn = [items[place] for place in drawing]
         names = [item if isinstance(item, str) else item["_target_"] for item in drawn]
         rest = [item for place, item in enumerate(items) if place not in drawing]
+        typed = shlex.quote(f"data.test_transform={shown(rest)}")
+        instead = ""
+        if any(name.endswith("Crop") for name in names):
+            instead = ", with a CenterCrop for the random crop"
         raise ConfigError(
             [
                 f"data.{key}={shown(items)}: {' and '.join(names)} would draw random numbers for"
-                " validation and test samples; set the transforms of these samples:"
-                f" data.test_transform={shown(rest)}"
+                f" validation and test samples; give these samples their own transforms: {typed}"
+                f"{instead}"
             ]
         )

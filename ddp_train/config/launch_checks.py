@@ -221,7 +221,7 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
         yield _one_process(found, config)
     elif config.strategy.virtual_shards is not None:
         ends = [end for end in (span.low, span.high) if end is not None]
-        remedy = f"use powers of two up to {config.strategy.virtual_shards}"
+        remedy = f"use powers of two up to {config.strategy.virtual_shards}, for example 1:2"
         yield from _not_divided(found, ends, config, remedy)
     else:
         counts = counts_of(span, config, run.hardware)
@@ -302,15 +302,32 @@ def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
         )
     each = int(config.launch.nproc_per_node)
     counts = [hosts * each for hosts in range(span.low, high + 1)]
-    yield from _not_divided(
-        found, counts, config, ("use numbers of hosts that divide them evenly, for example 1:2")
-    )
+    if config.strategy.virtual_shards is not None:
+        yield from _not_divided(found, counts, config, _divided_hosts(config))
+        return
     batch = config.train.global_batch_size
-    most = counts[-1] * config.train.accumulation_steps
-    counts_samples = config.data.batch_by != "tokens" and config.strategy.virtual_shards is None
-    if most > batch and counts_samples:
+    accumulation = config.train.accumulation_steps
+    most = counts[-1] * accumulation
+    if most > batch and config.data.batch_by != "tokens":
+        processes = f"{high} hosts with {counted(each, 'process')} each"
+        if accumulation > 1:
+            processes += f" and {accumulation} accumulation steps in each process"
         yield Problem(
             found,
-            f"train.global_batch_size={batch} is too small for the processes of {high} hosts",
+            f"train.global_batch_size={batch} is too small for {processes}",
             f"use train.global_batch_size={most} or more",
         )
+
+
+def _divided_hosts(config: Config) -> str:
+    """The remedy for a range of hosts among which virtual shards cannot be divided evenly.
+
+    Among the ranges only 1:2 has powers of two alone.
+    """
+    each = int(config.launch.nproc_per_node)
+    divided = [count for count in range(1, each + 1) if config.strategy.can_run_on(2 * count)]
+    if not divided:
+        return f"use strategy.virtual_shards=2 {HOSTS}=1:2 {PROCESSES}=1"
+    if divided[-1] == each:
+        return f"use {HOSTS}=1:2"
+    return f"use {HOSTS}=1:2 {PROCESSES}={divided[-1]}"

@@ -299,13 +299,13 @@ def unusable_metrics(
             yield Problem(
                 found,
                 f"the task does not say whether a high or a low {plain_name} is better",
-                f'add better = {{"{plain_name}": "max"}}, or "min", to its class',
+                f'add the entry "{plain_name}": "max", or "min", to the dict `better` of its class',
             )
         elif better[name] is None:
             yield Problem(
                 found,
                 f"{LIBRARY} does not say whether a high or a low {name} is better",
-                "add better: max, or better: min, to the item of `metrics` that has it",
+                "add better: max, or better: min, next to the _target_ of its item in `metrics`",
             )
 
 

@@ -245,12 +245,20 @@ def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
         )
     if len(x) == samples:
         return
-    if rows == "samples" or not samples or len(x) % samples:
+    if rows != "samples" and samples and len(x) % samples == 0:
+        return
+    found = (
+        f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, but the batch has"
+        f" {counted(samples, 'sample')} on this process"
+    )
+    if rows == "samples":
         raise DataError(
-            f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, but the batch has"
-            f" {counted(samples, 'sample')} on this process",
-            f"pass one row for each sample, [{samples}, ...]; {WAYS}. {OTHER_BATCH}",
+            found, f"pass one row for each sample, [{samples}, ...]; {WAYS}. {OTHER_BATCH}"
         )
+    raise DataError(
+        f"{found}, and rows={rows!r} needs a multiple of that",
+        f"pass the same number of rows for each sample. {OTHER_BATCH}",
+    )
 
 
 def _floating(name: str, dtype: torch.dtype) -> torch.dtype:

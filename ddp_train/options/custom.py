@@ -308,7 +308,7 @@ class CustomDataConfig(CustomOption, DataConfig):
                     yield Problem(
                         f"data.{name}[{place}]={shown(item)}",
                         "must be a class with its arguments",
-                        f"use data.{name}=[{example}]",
+                        f"use 'data.{name}=[{example}]'",
                     )
 
     def _split_problems(self) -> Iterator[Problem]:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(RuntimeError):
-    """Raised by `ddp_train.run` if the run failed. Its message is `detail` of failure.json."""
+    """Raised by `ddp_train.run` if the run failed.
+
+    Its message is `detail` of failure.json and the remedy.
+    """
 
     def __init__(self, exit_code: int, failure: dict[str, Any]) -> None:
         self.exit_code = exit_code
@@ -37,7 +40,9 @@ class RunFailedError(RuntimeError):
         """The kind of failure, such as `oom` (docs/operate/failures.md); None if unknown."""
         self.remedy = failure.get("remedy")
         """A text that says how to mend the cause; None if unknown."""
-        super().__init__(failure.get("detail", f"the run ended with exit code {exit_code}"))
+        detail = failure.get("detail", f"the run ended with exit code {exit_code}")
+        remedy = self.remedy or "see its output above"
+        super().__init__(f"{detail}; {remedy}")
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ class LossTrial:
             for count, batch in zip((*units, distinct_units), (*COPIES, samples), strict=True):
                 if count != batch:
                     return (
-                        f"units_are_samples is True, but loss() counts {count:g} units in a batch"
-                        f" of {batch}; leave units_are_samples out, or count the samples"
+                        f"units_are_samples is True, but loss() counts {_counted(count, 'unit')} in"
+                        f" a batch of {batch}; leave units_are_samples out, or count the samples"
                     )
         if not all(map(math.isfinite, losses)) or not units[0]:
             return ""  # a loss of one sample need not have a value, nor the first sample a unit
@@ -81,7 +81,7 @@ class LossTrial:
         )
         if len(set(units)) == 1:
             return (
-                f"{findings}, and counts {units[0]:g} {task.unit} for both:"
+                f"{findings}, and counts {_counted(units[0], task.unit)} for both:"
                 f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS} (for one loss of n samples together:"
                 " loss * n and n)"
             )
@@ -99,9 +99,10 @@ class LossTrial:
         units_one_by_one = math.fsum(count for _, count in self.of_each)
         if not math.isclose(distinct_units, units_one_by_one, rel_tol=UNIT_TOLERANCE):
             return (
-                f"loss() counts {distinct_units:g} {task.unit}s in a batch of {samples} samples,"
-                f" and {units_one_by_one:g} if they come one by one: {DEPENDS_ON_PROCESSES}; count"
-                " only valid units, as mask.sum() does, and no padding"
+                f"loss() counts {_counted(distinct_units, task.unit)} in a batch of {samples}"
+                f" samples, and {units_one_by_one:g} if they come one by one:"
+                f" {DEPENDS_ON_PROCESSES}; count only valid units, as mask.sum() does, and no"
+                " padding"
             )
         return ""
 
@@ -129,6 +130,13 @@ class LossTrial:
             return False
         allowed = TOLERANCE * math.fsum(map(abs, losses))
         return abs(whole - math.fsum(losses)) > allowed
+
+
+def _counted(units: float, unit: str) -> str:
+    """`1 token`, `2.5 tokens`."""
+    if units == 1:
+        return f"1 {unit}"
+    return f"{units:g} {unit}s"
 
 
 @torch.no_grad()

@@ -322,6 +322,10 @@ BAD: dict[str, list[str]] = {
         "a power of two up to 8",
     ],
     "strategy=ordered launch.nproc_per_node=16": ["16 processes; use strategy.virtual_shards=16"],
+    "strategy=ordered launch.nproc_per_node=1 launch.rdzv_endpoint=a:1 run_dir=a launch.nnodes=3": [
+        "launch.nnodes=3 launch.nproc_per_node=1: strategy=ordered cannot divide",
+        "use powers of two for both, with at most 8 processes in all",
+    ],
     "strategy=ordered train.global_batch_size=50": [
         "over 8 virtual shards; use train.global_batch_size=48 or 56"
     ],

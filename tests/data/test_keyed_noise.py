@@ -244,7 +244,10 @@ def _third_of_three(sample: int) -> Tensor:
     ("call", "words"),
     [
         (lambda: noise_like(torch.zeros(5, 2)), "has 5 rows, but the batch has 2 samples"),
-        (lambda: noise_like(torch.zeros(5, 2), rows="parts"), "has 5 rows"),
+        (
+            lambda: noise_like(torch.zeros(5, 2), rows="parts"),
+            "has 5 rows, .*, and rows='parts' needs a multiple of that",
+        ),
         (lambda: noise_like(torch.zeros(())), "without rows"),
         (lambda: noise_like(torch.zeros(2), rows=cast("Any", "mine")), "rows='mine'"),
         (

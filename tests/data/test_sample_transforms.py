@@ -49,7 +49,11 @@ class Stream(IterableDataset[int]):
     [
         (
             {"transform": [f"{V2}.ToImage", f"{V2}.RandAugment"]},
-            ["data.transform=", "RandAugment would draw", f"data.test_transform=[{V2}.ToImage]"],
+            ["data.transform=", "RandAugment would draw", f"'data.test_transform=[{V2}.ToImage]'"],
+        ),
+        (
+            {"transform": [{"_target_": f"{V2}.RandomCrop", "size": 4}]},
+            ["'data.test_transform=[]', with a CenterCrop for the random crop"],
         ),
         (
             {"test_transform": [f"{V2}.RandAugment"]},

@@ -161,7 +161,7 @@ def test_what_does_not_train_keeps_its_number(mode: str) -> None:
             {"strategy": OrderedConfig()},
             CORES,
             None,
-            "8 virtual shards evenly among 3 processes; use powers of",
+            "8 virtual shards evenly among 3 processes; use powers of two up to 8, for example 1:2",
         ),
         (
             "2:4",

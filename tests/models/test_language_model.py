@@ -535,8 +535,9 @@ def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
     assert model.blocks[0].mlp.projection.weight.std().item() == pytest.approx(
         0.02 / math.sqrt(6), rel=0.1
     )  # type: ignore[union-attr]
-    with pytest.raises(DataError, match="16 positions, and a sample has 17 tokens"):
+    with pytest.raises(DataError, match="16 positions, and a sample has 17 tokens") as refused:
         model(torch.zeros(1, 17, dtype=torch.int64))
+    assert refused.value.remedy.startswith("cut samples to 16 tokens")
     with pytest.raises(ConfigError, match=r"takes tokens, \[n, t\]"):
         build_gpt((1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1)
 

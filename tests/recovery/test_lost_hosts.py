@@ -104,11 +104,23 @@ def asked_config(
         ),
         (
             asked_config("2:3", strategy=OrderedConfig()),
-            "launch.nnodes=2:3: strategy=ordered cannot divide 8 virtual",
+            "cannot divide 8 virtual shards evenly among 6 processes; use launch.nnodes=1:2",
+        ),
+        (
+            asked_config("1:2", processes=6, strategy=OrderedConfig()),
+            "among 6 or 12 processes; use launch.nnodes=1:2 launch.nproc_per_node=4",
+        ),
+        (
+            asked_config("1:2", processes=1, strategy=OrderedConfig(virtual_shards=1)),
+            "use strategy.virtual_shards=2 launch.nnodes=1:2 launch.nproc_per_node=1",
         ),
         (
             asked_config("2:3", train=TrainConfig(5)),
-            "too small for the processes of 3 hosts; use train.global_batch_",
+            "too small for 3 hosts with 2 processes each; use train.global_batch_size=6 or more",
+        ),
+        (
+            asked_config("2:3", train=TrainConfig(8, 2)),
+            "with 2 processes each and 2 accumulation steps in each process; use train.global_batch",
         ),
     ],
     ids=lambda one: one if isinstance(one, str) else str(one.launch.nnodes),

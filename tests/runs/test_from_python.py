@@ -61,7 +61,9 @@ def test_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path) 
     folder, status, best, lines = json.loads(found.removeprefix("RESULT "))
     assert status == "completed" and best["step"] in (2, 4) and lines >= 4
     failed = next(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
-    assert failed == "FAILED 70 exception ValueError: not today | see the traceback"
+    assert failed == (
+        "FAILED 70 exception ValueError: not today; see the traceback | see the traceback"
+    )
 
     run_dir = tmp_path / folder
     model = ddp_train.load(run_dir)

@@ -595,7 +595,8 @@ def test_keys_name_metrics_of_the_average() -> None:
 def test_keys_name_further_metrics() -> None:
     random = {"_target_": f"{HERE}.Random"}
     with pytest.raises(
-        ConfigError, match="does not say whether a high or a low random is better; add better: max"
+        ConfigError,
+        match=r"a high or a low random is better; add better: max, .* next to",
     ):
         set_up([random], checkpoint={"best_metric": "test.random"})
     with pytest.raises(

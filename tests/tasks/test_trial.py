@@ -157,6 +157,10 @@ def test_copies_with_draws_of_their_own_have_no_penalty() -> None:
             ),
         ),
         (
+            OfOutputs(lambda outputs: (outputs.square().mean(), 3)),
+            r"counts 3 units for both",
+        ),
+        (
             OfOutputs(lambda outputs: (outputs.square().mean(), 1)),
             r"would depend on the number of processes",
         ),

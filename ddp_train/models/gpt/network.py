@@ -120,7 +120,8 @@ class Gpt(nn.Module):
         if ids.shape[1] > self.context:
             raise DataError(
                 f"model=gpt has {self.context} positions, and a sample has {ids.shape[1]} tokens",
-                f"use data.length={self.context}",
+                f"cut samples to {self.context} tokens (data=text and data=tokens do so by"
+                f" data.length={self.context})",
             )
         places = torch.arange(ids.shape[1], device=ids.device)
         embedded = self.tokens(ids) + self.positions(places)

@@ -48,14 +48,18 @@ class OrderedConfig(StrategyConfig):
     def _undivided(self, config: Config) -> Problem:
         """The virtual shards cannot be divided among the processes."""
         shards = self.virtual_shards
+        hosts = int(config.launch.nnodes)
         processes = config.process_count
         is_power_of_two = not processes & processes - 1
+        found = f"launch.nproc_per_node={config.launch.nproc_per_node}"
+        use = f"a power of two up to {shards}"
+        if hosts > 1:
+            found = f"launch.nnodes={hosts} {found}"
+            use = f"powers of two for both, with at most {shards} processes in all"
         if processes > shards and is_power_of_two:
             use = f"strategy.virtual_shards={processes}"
-        else:
-            use = f"a power of two up to {shards}"
         return Problem(
-            f"launch.nproc_per_node={config.launch.nproc_per_node}",
+            found,
             f"strategy=ordered cannot divide {counted(shards, 'virtual shard')} evenly among"
             f" {counted(processes, 'process')}",
             f"use {use}",
