@@ -61,6 +61,7 @@ MODULES = {
     "ddp_train.data.splits": "training, validation and test data",
     "ddp_train.data.user_dataset": "a data set of the user's own",
     "ddp_train.engine.hook_context": "what hooks are given",
+    "ddp_train.models.put_back": "passes that leave a model and a task as they were",
     "ddp_train.models.python_state": "what code keeps outside of parameters and buffers",
     "ddp_train.optim.stepper": "what may watch each step",
     "ddp_train.parallel.strategy": "the strategy of a single process",

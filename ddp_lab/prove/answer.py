@@ -25,6 +25,9 @@ class Examined:
     """Functions in the model that drew random numbers, and were fixed."""
     unfixed: bool = False
     """The model draws random numbers of torch that cannot be fixed."""
+    deciding_state: list[str] = field(default_factory=list)
+    """State outside of buffers that decides the loss, and may come from the rows of all processes:
+    only several processes can tell."""
     data_digests: dict[str, str] = field(default_factory=dict)
     """Digests of the samples that train; empty if they are not known."""
 

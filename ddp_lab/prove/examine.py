@@ -27,6 +27,7 @@ from ddp_train.config.program import import_from_working_folder
 from ddp_train.data.datasets import digests
 from ddp_train.errors import ConfigError, LaunchError, TaskError
 from ddp_train.linux import end_with_parent
+from ddp_train.models.put_back import leaving_nothing
 from ddp_train.options.schema import Config
 from ddp_train.performance.switches import set_process_flags
 from ddp_train.text import first_line
@@ -55,7 +56,8 @@ def examine(
         tuning = replace(config.tuning, precision=precision)
         try:
             bench = Bench(replace(config, tuning=tuning), samples_per_micro_batch)
-            bench.division.compute(0)
+            with leaving_nothing("a trial", bench.parts):
+                bench.division.compute(0)
         except Exception as error:  # noqa: BLE001  the job is the user's: whatever it raises is its finding
             problem = error
             if isinstance(error, LaunchError) or not isinstance(error, RuntimeError):
@@ -93,6 +95,7 @@ def check_all(bench: Bench, folder: Path | None, deadline: Deadline) -> Examined
         precision=bench.precision,
         draws=sorted(bench.division.met),
         unfixed=bench.division.unfixed,
+        deciding_state=checks.deciding_state,
         data_digests=digests(train),
     )
 

@@ -18,6 +18,7 @@ from ddp_lab.prove.progress import Deadline
 from ddp_lab.prove.tolerances import GRADIENTS_ALLOWED, relative_difference
 from ddp_lab.prove.unseeded import unseeded
 from ddp_lab.study.gradient_difference import compare
+from ddp_train.distributed.training_step import CURRENT
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.text import counted
 
@@ -38,13 +39,25 @@ class GradientChecks:
         self.division = bench.division
         self.deadline = deadline
         self.tolerance = GRADIENTS_ALLOWED[bench.precision]
+        gathers = CURRENT.gathers
         before = state_of(bench.parts)
         self.first = self.division.compute(0)
         self.second = self.division.compute(0, trace=True)
         self.changed_state: list[str] = changed(before, state_of(bench.parts))
         """Names of what is neither parameter nor buffer, and changes in a forward pass."""
+        self.uses_all_rows = CURRENT.gathers > gathers
+        """The loss calls `all_gather`: its state may come from the rows of all processes."""
         self.passes = [self.first]
         """The passes whose parameters without a gradient are reported."""
+
+    @property
+    def deciding_state(self) -> list[str]:
+        """The state that only real processes can judge: the loss depends on it, and it may come
+        from the rows of all of them."""
+        difference = largest_difference(self.first, self.second)
+        if self.uses_all_rows and difference > self.tolerance:
+            return self.changed_state
+        return []
 
     def save(self, folder: Path) -> None:
         """Leave the gradients of one process, for the real runs."""
@@ -189,6 +202,12 @@ class GradientChecks:
             return ok("forward passes change nothing but buffers")
         difference = largest_difference(self.first, self.second)
         names = causes.listed(self.changed_state)
+        if self.deciding_state:
+            return skipped(
+                f"cannot be told from one process: the loss depends on {names}, which forward"
+                " passes change, and uses rows of all processes (all_gather); see the checks with"
+                " real processes below"
+            )
         if difference > self.tolerance:
             return causes.finding(causes.hidden_state(names), difference, self.tolerance)
         detail = f"forward passes change {names}; two passes showed no effect on the gradients"

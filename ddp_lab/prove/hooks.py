@@ -15,6 +15,8 @@ from ddp_train.checkpoints.layout import MANIFEST, places
 from ddp_train.distributed.world import World
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.linux import wait_until
+from ddp_train.models.python_state import state_of
+from ddp_train.resilience.whole_files import write_json
 
 WRITTEN_SECONDS = 60.0
 """Time limit for a checkpoint whose writing has started. Without one the proof says that the killed
@@ -56,6 +58,29 @@ class Gradients(GradientProbe):
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self.fixed.__exit__()
+
+
+class States:
+    """Leaves digests of some state at the end of training, from each process."""
+
+    def __init__(
+        self, job: HookContext, run_dir: Path, world: World, names: list[str], file: str
+    ) -> None:
+        """names: paths, as `state_of` has them.
+
+        file: its name in `run_dir`, to which the rank is added.
+        """
+        self.job = job
+        self.names = names
+        self.path = run_dir / f"{file}.{world.rank}"
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        module = self.job.module
+        digests = state_of({"model": module.model, "task": module.task})
+        write_json(self.path, {name: digests.get(name) for name in self.names})
 
 
 class KillAt:

@@ -41,6 +41,8 @@ MAKE_THEM_ALIKE = (
     "where the data set is created, sort what comes from a Python set, and use a generator with"
     " a fixed seed"
 )
+STATES = "states.json"
+"""The file of the hook States, before the rank."""
 SAME_REASON = "it would fail for the same reason as: "
 PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused parameters")
 """Checks of one process without which real processes cannot agree."""
@@ -163,7 +165,7 @@ class RealRuns:
         processes = counts_of(self.config)[0]
         steps = self.config.prove.steps
         last_step = max(EVERY_STEPS + 1, steps // 2)
-        whole = self._run(RealRun("whole", processes))
+        whole = self._run(RealRun("whole", processes, self._hooks_of_states()))
         kill = {"_target_": f"{HOOKS}.KillAt", "step": last_step}
         self.runner.run(self.config, RealRun("killed", processes, [kill]))
         checkpoints = places(self.runner.folder / "killed")
@@ -171,13 +173,21 @@ class RealRuns:
             detail = "the run that was killed left no checkpoint"
             return failure(detail, self._see_log, cause="run")
         self.checkpoint_of_killed = checkpoints[0]
-        resumed_run = RealRun("killed", processes, in_new_processes=True)
+        resumed_run = RealRun("killed", processes, self._hooks_of_states(), in_new_processes=True)
         resumed = self.runner.run(self.config, resumed_run)
         if not resumed.completed:
             if any(text in resumed.reason for text in OTHER_DATA):
                 return _data_made_anew()
             raise _RunFailedError(resumed)
         step = int(checkpoints[0].name.partition("_")[2])
+        lost = _names_apart([_states(whole.run_dir)[0], _states(resumed.run_dir)[0]])
+        if lost:
+            detail = (
+                f"killed after step {last_step}, resumed from step {step}: {lost}, on which the"
+                " loss depends, is another one at the end"
+            )
+            remedy = "keep it in a buffer of the model, or in the state_dict() of a hook"
+            return failure(detail, remedy, cause="state")
         if _weight_digests(whole.run_dir) == _weight_digests(resumed.run_dir):
             detail = (
                 f"killed after step {last_step} of {steps}, resumed from step {step}: the same"
@@ -208,14 +218,23 @@ class RealRuns:
         checkpoint = str(self.checkpoint_of_killed)
         reference = self.runner.folder / "whole"
         draws = self.examined.draws
-        hooks = []
+        hooks: list[Any] = []
         fixed = ""
         if draws:
             hooks = [f"{HOOKS}.Fixed"]
             fixed = f"; with fixed random numbers in {', '.join(draws)}"
             same = self._run(RealRun("fixed", two, hooks, resume=checkpoint))
             reference = same.run_dir
-        moved = self._run(RealRun("other", other, hooks, resume=checkpoint))
+        hooks_of_moved = [*hooks, *self._hooks_of_states()]
+        moved = self._run(RealRun("other", other, hooks_of_moved, resume=checkpoint))
+        apart = _names_apart(_states(moved.run_dir))
+        if apart:
+            detail = (
+                f"{apart}, on which the loss depends, is not the same on all processes, since each"
+                " process fills it from its own samples"
+            )
+            remedy = "fill it from the samples of all processes (ddp_train.all_gather)"
+            return failure(detail, remedy, cause="state")
         relative, name = _weight_difference(reference, moved.run_dir)
         allowed = WEIGHTS_ALLOWED[self.examined.precision]
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
@@ -260,6 +279,13 @@ class RealRuns:
 
     # --- what they need ---------------------------------------------------------------------------
 
+    def _hooks_of_states(self) -> list[Any]:
+        """The hook that leaves the state which only real processes can judge, if there is any."""
+        names = self.examined.deciding_state
+        if not names:
+            return []
+        return [{"_target_": f"{HOOKS}.States", "names": names, "file": STATES}]
+
     def _run(self, real_run: RealRun) -> Outcome:
         """Run to the end. Raises _RunFailedError if the run does not complete."""
         outcome = self.runner.run(self.config, real_run)
@@ -283,6 +309,20 @@ class RealRuns:
 
 def _data_made_anew() -> Finding:
     return failure(DATA_MADE_ANEW, MAKE_THEM_ALIKE, DataError.exit_code, cause="randomness")
+
+
+def _states(run_dir: Path) -> list[dict[str, str | None]]:
+    """The digests that the hook States left, of each rank; without it one without digests."""
+    files = sorted(run_dir.glob(f"{STATES}.*"))
+    return [json.loads(path.read_text()) for path in files] or [{}]
+
+
+def _names_apart(states: list[dict[str, str | None]]) -> str:
+    """The names of what is not the same in all; empty if all is."""
+    first = states[0]
+    return ", ".join(
+        name for name in first if any(state[name] != first[name] for state in states[1:])
+    )
 
 
 def _weight_digests(run_dir: Path) -> dict[str, str]:

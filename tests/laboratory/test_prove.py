@@ -220,6 +220,14 @@ def test_sound_job_has_no_findings(name: str, tmp_path: Path) -> None:
     assert set(found.draws) == drawn
 
 
+def go_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove jobs of that folder from now on, by the launcher of this repository."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(testing, "find_program", lambda _, words: (commands.PROGRAM, words))
+
+
 FORGETFUL = """
 class Decay:
     \"""Shrinks the weights by a count that no checkpoint has.\"""
@@ -246,10 +254,7 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     hook that forgets breaks exact resume, and nothing else."""
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     torch.save(WithDropout().state_dict(), tmp_path / "first.pt")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(testing, "find_program", lambda _, words: (commands.PROGRAM, words))
+    go_to(tmp_path, monkeypatch)
     words = [
         f"model._target_={HERE}.WithDropout",
         "model.init_from=first.pt",
@@ -274,6 +279,70 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     assert 0 < rows["gradients, 3 processes"]["numbers"]["found"] < 1e-10
     assert rows["evaluation, 3 processes"]["numbers"]["found"] < 1e-12
     assert Path("here/report.html").is_file() and Path("here/proof/runs.log").is_file()
+
+
+AVERAGES = """
+from torch.nn import functional as F
+
+from ddp_train import all_gather
+
+
+class Averages:
+    units_are_samples = True
+
+    def __init__(self):
+        self.right = self.lost = self.own = 0.1
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        penalty = (self.right + self.lost + self.own) * outputs.square().sum()
+        mean = all_gather(outputs.detach())[0].mean().item()
+        self.right = 0.5 * self.right + mean
+        self.lost = 0.5 * self.lost + mean
+        self.own = 0.5 * self.own + outputs.mean().item()
+        return F.cross_entropy(outputs, batch[1], reduction="sum") + penalty, len(outputs)
+
+    def score(self, model, batch):
+        outputs = model(batch[0])
+        return {"loss": (F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs))}
+
+
+class Saved:
+    def __init__(self, job, run_dir, world):
+        self.task = job.module.task
+
+    def act(self, job):
+        pass
+
+    def state_dict(self):
+        return {"right": self.task.right, "own": self.task.own}
+
+    def load_state_dict(self, state):
+        self.task.right = state["right"]
+        self.task.own = state["own"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
+def test_state_of_gathered_rows_is_judged_by_real_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three averages, all in the loss, one is in no checkpoint and one of a process's own rows;
+    the third, which is right, is not named."""
+    (tmp_path / "averages.py").write_text(AVERAGES)
+    go_to(tmp_path, monkeypatch)
+    words = ["task._target_=averages.Averages", "hooks=[averages.Saved]"]
+    words += ["trusted_modules=[averages]", "model=mlp", "train.global_batch_size=20"]
+    with pytest.raises(AssertionError, match="does not hold: 7 ok, 2 failure, 3 skipped"):
+        prove(*words, "run_dir=here", "prove.steps=4", "prove.samples=20")
+    answer = json.loads(Path("here/prove.json").read_text())
+    rows = {row["check"]: row for row in answer["findings"]}
+    assert "cannot be told from one process" in rows["state"]["detail"]
+    lost = rows["resume after a kill"]["detail"]
+    own = rows["resume on 3 processes"]["detail"]
+    assert "task.lost, on which" in lost and "task.own, on which" in own
+    assert "task.right" not in lost + own and rows["gradients, 3 processes"]["status"] == "ok"
 
 
 @pytest.mark.slow
