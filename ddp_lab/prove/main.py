@@ -23,6 +23,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config
 from ddp_train.resilience.preemption import UNSAVED
+from ddp_train.text import shell_word
 
 
 def prove(program: Program, argv: list[str], world: World | None) -> int:
@@ -61,6 +62,13 @@ def read_job(program: Program, argv: Sequence[str]) -> tuple[Config, Path]:
     values = {key_of(override): override.partition("=")[2] for override in argv}
     overrides = [override for override in argv if key_of(override) not in ("mode", "run_dir")]
     config, problems = read_run(program, read_overrides(program, [*overrides, *CPU_OVERRIDES]))
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        problem = (
+            f"checkpoint.resume={resume}: mode=prove resumes no run but its own; to begin with"
+            f" those weights, use {shell_word('model.init_from', resume)} in its place"
+        )
+        raise ConfigError([problem])
     run_dir = values.get("run_dir") or f"runs/{config.name}/prove_{new_run_id(None)}"
     config.run_dir = run_dir
     resolved, unsuited = resolve_and_check(config, None)

@@ -7,7 +7,7 @@ import sys
 from ddp_train.commands.flags import SWEEP
 from ddp_train.commands.table import CHECK, MODES, command_of_run
 from ddp_train.config.freeze import not_default
-from ddp_train.config.notices import notices
+from ddp_train.config.notices import notices, of_other_modes
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import check_owner, read_run, resolve_and_check
 from ddp_train.config.program import Program
@@ -61,14 +61,17 @@ def check_sweep(program: Program, argv: list[str]) -> int:
 
 
 def check_run(program: Program, overrides: list[str]) -> int:
-    config, problems = read_run(program, read_overrides(program, overrides))
+    command_line = read_overrides(program, overrides)
+    config, problems = read_run(program, command_line)
     hardware = detect_hardware(visible_devices())
     resolved, more = resolve_and_check(config, None, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
     if resolved.mode != "doctor":  # it writes nothing into the folder of a run
         check_owner(resolved)
-    for notice in notices(RequestedRun(config, resolved, hardware)):
+    notes = notices(RequestedRun(config, resolved, hardware))
+    notes += of_other_modes(command_line.given, config.mode)
+    for notice in notes:
         print(f"note: {notice}", file=sys.stderr)
     print(
         f"valid: mode={resolved.mode}, {resolved.launch.nproc_per_node} x {resolved.device};"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp_train.checkpoints.layout import places
-from ddp_train.config.earlier_runs import checkpoints_in
+from ddp_train.config.earlier_runs import EarlierRun, checkpoints_in
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
 from ddp_train.text import shell_word
@@ -26,7 +26,11 @@ def starts_from_nothing(config: Config) -> bool:
 
 def problems(config: Config) -> Iterator[Problem]:
     init_from = config.model.init_from
-    if init_from is None or not starts_from_nothing(config):
+    if init_from is None:
+        return
+    if config.checkpoint.resume not in ("auto", "never"):
+        yield from _beside_a_checkpoint(init_from, config)
+    if not starts_from_nothing(config):
         return
     path = Path(init_from)
     found = f"model.init_from={init_from}"
@@ -42,6 +46,23 @@ def problems(config: Config) -> Iterator[Problem]:
             found,
             f"must be a run, a checkpoint, or a file that ends with {', '.join(SUFFIXES)}",
         )
+
+
+def _beside_a_checkpoint(init_from: str, config: Config) -> Iterator[Problem]:
+    """The problem of a file that checkpoint.resume=PATH leaves unread, unless the run there began
+    with that file."""
+    resume = config.checkpoint.resume
+    earlier = EarlierRun.of(Path(resume))
+    if earlier is None or earlier.config().model.init_from == init_from:
+        return
+    remedy = "leave model.init_from out"
+    if config.mode == "train":
+        remedy += ", or leave checkpoint.resume out to begin with the weights of that file"
+    yield Problem(
+        f"model.init_from={init_from}",
+        f"has no effect, since the weights are those of checkpoint.resume={resume}",
+        remedy,
+    )
 
 
 def _remedy_without_checkpoint(folder: Path) -> str:

@@ -5,7 +5,7 @@ Not errors: the same command runs elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ ON_GPUS_ONLY = (
     "conv_sums",
 )
 """Switches under `tuning`."""
+OF_ONE_MODE = ("evaluate", "predict", "export", "prove")
+"""Sections that the mode of the same name reads."""
 
 
 def notices(run: RequestedRun) -> list[str]:
@@ -39,6 +41,20 @@ def notices(run: RequestedRun) -> list[str]:
         *_of_checkpoints(run),
         *_of_hosts(run),
     ]
+
+
+def of_other_modes(given: Mapping[str, Any], mode: str) -> list[str]:
+    """A notice for each key of the command line that another mode reads. Presets may have keys of
+    several modes.
+
+    given: values by dotted keys.
+    """
+    notes = []
+    for key, value in given.items():
+        section = key.partition(".")[0]
+        if section in OF_ONE_MODE and section != mode:
+            notes.append(f"{key}={shown(value)} has no effect: it is for mode={section}")
+    return notes
 
 
 def _of_tuning(run: RequestedRun) -> Iterator[str]:
@@ -67,8 +83,6 @@ def _of_training(run: RequestedRun) -> Iterator[str]:
             yield f"{found} has no effect without train.early_stopping.patience"
     if config.hooks and config.uses_trained:
         yield f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train"
-    if config.evaluate.sets and config.mode != "evaluate":
-        yield f"evaluate.sets={shown(config.evaluate.sets)} has no effect: it is for mode=evaluate"
     if config.tracker.details and "tensorboard" not in config.tracker.classes:
         yield "tracker.details=true has no effect without tracker=tensorboard"
     for found in _changed_keys("sweep", config.sweep):

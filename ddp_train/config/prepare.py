@@ -14,7 +14,7 @@ from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, ground_in, run_to_resume
 from ddp_train.config.folders import is_of_script, is_of_sweep
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text, to_values
-from ddp_train.config.notices import notices
+from ddp_train.config.notices import notices, of_other_modes
 from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.run_directory import unwritten
@@ -78,6 +78,7 @@ def prepare(
     if run_dir:
         config = replace(config, run_dir=run_dir)
     prepared = _lock_and_freeze(config, problems, world, program.command(overrides), shared_by)
+    prepared.notices.extend(of_other_modes(command_line.given, config.mode))
     experiment = command_line.presets.get("experiment")
     if config.uses_trained and experiment:
         prepared.notices.append(

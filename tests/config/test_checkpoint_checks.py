@@ -70,6 +70,25 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_weights_of_a_file_that_a_checkpoint_would_replace_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "first.pt").touch()
+    checkpoint_of(tmp_path / "one", "model=mlp", "model.init_from=first.pt")
+    found = (
+        "model.init_from=other.pt: has no effect, since the weights are those of"
+        " checkpoint.resume=one; leave model.init_from out"
+    )
+    words = ["model=mlp", "checkpoint.resume=one", "run_dir=two"]
+    (problem,) = problems_of(*words, "model.init_from=other.pt")
+    assert problem == (
+        f"{found}, or leave checkpoint.resume out to begin with the weights of that file"
+    )
+    (problem,) = problems_of("mode=evaluate", "checkpoint.resume=one", "model.init_from=other.pt")
+    assert problem == found
+    for given in ([*words, "model.init_from=first.pt"], [*words], ["mode=evaluate", words[1]]):
+        prepare(PROGRAM, given, None).lock.release()
+
+
+@pytest.mark.slow
 def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=cnn")
     (problem,) = problems_of("run_dir=run", "model=mlp")

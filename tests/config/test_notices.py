@@ -27,6 +27,8 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
             "train.early_stopping.min_delta=0.1",
             "train.early_stopping.min_delta=0.1 has no effect without train.early_stopping.patience",
         ),
+        ("predict.split=train", "predict.split=train has no effect: it is for mode=predict"),
+        ("prove.steps=8", "prove.steps=8 has no effect: it is for mode=prove"),
         ("sweep.gpus_per_trial=2", "sweep.gpus_per_trial=2 has no effect without -m"),
         (
             "strategy=single launch.backend=gloo",

@@ -14,8 +14,10 @@ import torch
 from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.prove.examine import examine
+from ddp_lab.prove.main import read_job
 from ddp_train import testing
 from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
 from ddp_train.testing import prove
 from tests.support import commands
 from tests.support.jobs import config_of
@@ -343,6 +345,13 @@ def test_state_of_gathered_rows_is_judged_by_real_processes(
     own = rows["resume on 3 processes"]["detail"]
     assert "task.lost, on which" in lost and "task.own, on which" in own
     assert "task.right" not in lost + own and rows["gradients, 3 processes"]["status"] == "ok"
+
+
+def test_proof_of_a_resumed_run_is_refused(tmp_path: Path) -> None:
+    words = ["mode=prove", f"checkpoint.resume={tmp_path}/run"]
+    with pytest.raises(ConfigError, match="mode=prove resumes no run but its own; to begin") as why:
+        read_job(commands.PROGRAM, words)
+    assert str(why.value).endswith(f"use model.init_from={tmp_path}/run in its place")
 
 
 @pytest.mark.slow
