@@ -116,7 +116,7 @@ def file_descriptors(config: Config) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_loaders = 2 * _batches_in_flight(config) // _ranks(config)  # inputs and targets
     needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (config.process_count - 1)
-    detail = f"a process may open {soft} files, but a worker needs about {needed}"
+    detail = f"a process may open {soft} files, and a worker needs about {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ok(detail, limit=soft, needed=needed)
     remedy = f"run ulimit -n {max(65536, needed)}"

@@ -174,7 +174,7 @@ class Divided:
         text = f"batch norm ({culprit.name}) uses the statistics of each process's own samples"
         samples = self.samples_per_micro_batch
         if samples:
-            text += f": {counted(samples, 'sample')} in this job"
+            text += f": {counted(samples, 'sample')} in each micro-batch"
             if samples < TINY_BATCH:
                 text += ", which is too few"
         remedy = (

@@ -23,7 +23,7 @@ def pitfalls_of(facts: dict[str, Any], processes: int) -> Pitfalls:
         pitfalls[f"no gradient in this step; {UNUSED_REMEDY}"] = facts["unused"]
     pitfalls |= _of_batch_norm(facts["batch_norm"], processes)
     if facts["bias_before_norm"]:
-        problem = "bias without effect before a norm layer: use bias=False"
+        problem = "the bias has no effect, since a norm layer follows: use bias=False"
         pitfalls[problem] = facts["bias_before_norm"]
     if facts["dropout"]:
         problem = "dropout, off in this test: its random numbers depend on the process"

@@ -108,7 +108,10 @@ def study(request: Request) -> tuple[Report, int]:
             " study.step_ms and study.gradient_mb"
         )
     if not config.gpus or min(config.gpus) < 1:
-        problems.append(f"study.gpus={config.gpus}: must be numbers of at least 1")
+        problems.append(
+            f"study.gpus={shown(config.gpus)}: must be numbers of at least 1; use"
+            " 'study.gpus=[2,4,8]'"
+        )
     raise_problems(problems)
     step = config.step()
     lock_run_dir(request)

@@ -242,7 +242,7 @@ def _check_shape(config: VariantsConfig) -> list[str]:
             problems.append(f"study.grid: {line}: must be key=a,b,...")
     if not problems and not config.variants and not config.grid:
         problems.append(
-            "study.variants={}: needs at least one variant; add study.variants.NAME=[key=value,...]"
+            "study.variants={}: needs at least one variant; add 'study.variants.NAME=[key=value]'"
         )
     return problems
 

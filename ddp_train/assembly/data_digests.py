@@ -83,9 +83,9 @@ def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str,
             continue
         found[name] = now
         if is_another:
-            what = "other samples"
+            what = "it has other samples"
             if now["count"] != before["count"]:
-                what = f"{now['count']} samples, not {before['count']}"
+                what = f"it has {now['count']} samples, and had {before['count']}"
             log.warning(
                 "the %s set has changed since the checkpoint: %s; scores before and after cannot be"
                 " compared",

@@ -49,7 +49,7 @@ def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> Fu
         raise ConfigError(
             [
                 "metrics=[...]: the task has no method predict(model, batch), which returns"
-                " (outputs, targets); add one, or use metrics=[]"
+                " (outputs, targets); add one, or use 'metrics=[]'"
             ]
         )
     return FurtherMetrics([_named_metric(item) for item in items], device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -172,7 +173,7 @@ def differences(values: Values, where: str, instead: str) -> Iterator[Problem]:
             yield Problem(
                 f"{name}={shown(now)}",
                 f"the run in {where} has {name}={shown(then)}",
-                f"use {name}={shown(then)}; for a new run use {instead}",
+                f"use {shlex.quote(f'{name}={shown(then)}')}; for a new run use {instead}",
             )
 
 

@@ -182,7 +182,7 @@ def loading_problems(
         yield Problem(
             found,
             f"loads code from outside {where}",
-            f"if you trust it, add trusted_modules=[{modules}]",
+            f"if you trust it, add 'trusted_modules=[{modules}]'",
         )
         return
     spec = importlib.util.find_spec(package)

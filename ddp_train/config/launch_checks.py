@@ -174,7 +174,11 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
     endpoint = run.asked.launch.rdzv_endpoint
     several = nnodes != 1
     if endpoint and (several or run.world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
-        yield Problem(f"launch.rdzv_endpoint={endpoint}", "must be HOST:PORT")
+        yield Problem(
+            f"launch.rdzv_endpoint={endpoint}",
+            "must be HOST:PORT",
+            "for example launch.rdzv_endpoint=node0:29400",
+        )
     if run.world or not _fits_tasks(tasks_started().count, nnodes):
         return  # `_under_torchrun` and `_under_a_task_launcher` report it
     if several and not endpoint:

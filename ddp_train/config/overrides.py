@@ -209,7 +209,7 @@ class _Reader:
         elif self.sweep:
             self._pass_on(argument)
         elif name in MULTIPLE_CHOICE:
-            remedy = f"use {name}=[{','.join(values)}]; for a sweep, add -m"
+            remedy = f"use '{name}=[{','.join(values)}]'; for a sweep, add -m"
             self._refuse(argument, f"for several trackers in one run, {remedy}")
         else:
             self._refuse(argument, f"several values; add -m to sweep over them{_as_one(argument)}")

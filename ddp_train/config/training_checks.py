@@ -117,4 +117,4 @@ def _export(config: Config) -> Iterator[Problem]:
             how_to_install_extra("onnx"),
         )
     if not formats:
-        yield Problem("export.formats=[]", "must name a format", "use export.formats=[torch]")
+        yield Problem("export.formats=[]", "must name a format", "use 'export.formats=[torch]'")

@@ -314,7 +314,7 @@ def _check_origin(found: str, code: Code, target: type, trusted: tuple[str, ...]
     if is_trusted(code.target, trusted) and not is_trusted(module, trusted):
         rule = f"its code is in {module}, which is not trusted"
         path = f"{module}.{target.__qualname__}"
-        remedy = f"if you trust it, name it as {path}, and add trusted_modules=[{module}]"
+        remedy = f"if you trust it, name it as {path}, and add 'trusted_modules=[{module}]'"
         raise ConfigError([f"{found}: {rule}; {remedy}"])
 
 

@@ -76,7 +76,7 @@ def _pixels(image: Any) -> Tensor:
         raise DataError(
             f"data._target_: an image of PIL's mode {image.mode}, whose values are not the"
             " brightness of a pixel",
-            "add data.transform=[torchvision.transforms.v2.RGB]; if it is a mask, return a tensor"
+            "add 'data.transform=[torchvision.transforms.v2.RGB]'; if it is a mask, return a tensor"
             " of integers",
         )
     return pixels_of(image).contiguous().float().div(255)

@@ -228,7 +228,7 @@ class SampledBatches:
                 raise DataError(
                     f"{self.name} gave the number {number}, but the data set has"
                     f" {counted(count, 'sample')}",
-                    "give numbers from 0 to the length of the data set, exclusive",
+                    f"give numbers from 0 to {count - 1}",
                 )
 
     def _with_places(self, numbers: np.ndarray, place: int) -> np.ndarray:

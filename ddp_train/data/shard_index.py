@@ -105,7 +105,8 @@ def place_table(path: str, index: ShardIndex, fields: Sequence[str]) -> np.ndarr
         raise DataError(
             f"{path} at byte {offset} ({member_name(path, offset)}): its sample has {available} and"
             f" no {fields[place]}",
-            "add it, or name the fields that all samples have, for example data.fields=[image,cls]",
+            "add it, or name the fields that all samples have, for example"
+            " 'data.fields=[image,cls]'",
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def open_digits(augment: bool, seed: int) -> tuple[ArraySource, ArraySource]:
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
             "data=digits: scikit-learn ships the images and is not installed",
-            "pip install scikit-learn",
+            f"run {sys.executable} -m pip install scikit-learn",
         )
     file = Path(spec.submodule_search_locations[0], DIGITS_FILE)
     table = np.loadtxt(file, delimiter=",")

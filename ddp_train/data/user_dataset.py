@@ -283,8 +283,9 @@ class UserDataset:
                 why = first_line(error) or type(error).__name__
                 raise DataError(
                     f"data._target_: samples of {self.name} cannot be put into one batch: {why}",
-                    "return tensors, arrays, images or numbers of one shape (for images"
-                    " data.transform=[{_target_:torchvision.transforms.v2.Resize,size:[224,224]}]),"
+                    "return tensors, arrays, images or numbers of one shape (for images add"
+                    " 'data.transform=[{_target_:torchvision.transforms.v2.Resize,"
+                    "size:[224,224]}]'),"
                     " or add data.collate_fn=package.function, which makes the batch",
                 ) from error
 

@@ -198,7 +198,7 @@ class _Comparison:
         parts = [f"{heading} {_first_names(names)}" for heading, names in kinds if names]
         globs = list(dict.fromkeys(_glob_around(name) for name in misfits))
         listed = ",".join(globs[:NAMES_IN_MESSAGE])
-        remedy = f"if this is intended, add model.init_ignore=[{listed}]"
+        remedy = f"if this is intended, add 'model.init_ignore=[{listed}]'"
         more = len(globs) - NAMES_IN_MESSAGE
         if more > 0:
             remedy += f" with {more} more names, or use wider globs"

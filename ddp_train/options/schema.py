@@ -9,6 +9,7 @@ annotation are not keys: they hold what is true of options that have no such key
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -161,7 +162,7 @@ class ModelConfig:
             yield Problem(
                 f"model.freeze_epochs={self.freeze_epochs}",
                 "has an effect only with model.freeze",
-                "add model.freeze=[GLOB], or leave model.freeze_epochs out",
+                "add 'model.freeze=[GLOB]', or leave model.freeze_epochs out",
             )
 
     def _misfits(self, data: DataConfig) -> Iterator[Problem]:
@@ -411,10 +412,11 @@ class DataConfig:
             )
         for name, value in given.items():
             if isinstance(value, dict) and "_target_" in value:
+                typed = shlex.quote(f"data.sampler={shown(value)}")
                 yield Problem(
                     f"{option}.{name}={shown(value)}",
                     f"would be passed to {option}._target_ as a dict",
-                    f"use data.sampler={shown(value)}, from which the run makes the batches (with"
+                    f"use {typed}, from which the run makes the batches (with"
                     " data.drop_last=true only full ones), or a batch sampler of your own that"
                     " creates this object itself",
                 )

@@ -18,6 +18,6 @@ def state_row(config: Config, is_kept: bool) -> str:
     if config.device == "cpu":
         return "in memory outside the processes: a process that is killed or hangs costs no step"
     return (
-        f"on the GPUs, outside the processes, in {SHARE:.1%} of the time: a process that is killed"
-        " or hangs costs some tenths of a second"
+        f"on the GPUs, outside the processes; copying it takes {SHARE:.1%} of the time: a process"
+        " that is killed or hangs costs some tenths of a second"
     )

@@ -19,7 +19,6 @@ from ddp_train.performance.flops import flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.sampling import write_tokens
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.rates import Rates
-from ddp_train.text import counted
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
@@ -95,8 +94,7 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
     listed = ", ".join(names[:3])
     if len(names) > 3:
         listed += f" and {len(names) - 3} more"
-    biases = counted(len(names), "bias")
     return [
-        f"note: {biases} without effect, since a norm layer follows directly and cancels them:"
-        f" {listed}. Build such layers with bias=False"
+        f"note: these biases have no effect, since a norm layer follows and cancels them: {listed}."
+        " Build such layers with bias=False"
     ]

@@ -199,7 +199,7 @@ def _stream_row(facts: PlanFacts) -> str:
         )
     if facts.problem_of_stream:
         return (
-            f"{text}; a resumed run reads the samples that are done once more"
+            f"{text}; a resumed run first reads the samples that are done again"
             f" ({facts.problem_of_stream})"
         )
     return f"{text}; a resumed run uses the stream's state_dict"

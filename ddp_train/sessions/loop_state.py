@@ -52,7 +52,7 @@ class LoopState:
             )
         if self.open_epoch and position.batch > self.open_epoch.first_batch:
             raise UsageError(
-                f"{call}: the loop over run.epochs before it was left inside of epoch"
+                f"{call}: an earlier loop over run.epochs was left inside of epoch"
                 f" {position.epoch}, after {counted(position.batch, 'step')} of it",
                 "leave a loop over epochs at the top of an epoch, before its first batch: `if"
                 " is_done: break`",

@@ -39,7 +39,7 @@ def test_a_set_that_is_scored_and_has_changed_is_warned_of(
     assert caplog.text == ""
     scored_digests(Splits(table(9), table(6), UserDataset(Rows("train", 100), 0)), then)
     assert (
-        "the test set has changed since the checkpoint: 6 samples, not 7; scores before and after"
+        "the test set has changed since the checkpoint: it has 6 samples, and had 7; scores before and after"
         in caplog.text
     )
     assert "the validation set has changed since the checkpoint: " in caplog.text

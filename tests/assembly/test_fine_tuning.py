@@ -156,7 +156,7 @@ def test_all_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         " 0.wieght in the file); not in the model: 0.wieght, 1.momentum; of another shape:"
         " 2.weight [10, 5] in the file, [3, 5] in the model, 2.bias [10] in the file, [3] in the"
         " model; if this is intended, add"
-        " model.init_ignore=[0.*,1.*,2.*]"
+        " 'model.init_ignore=[0.*,1.*,2.*]'"
     )
     assert largest_difference(before, ours.state_dict()) == 0, (
         "nothing is taken of what does not fit"
@@ -269,7 +269,7 @@ def test_what_can_be_known_before_a_process_starts(
     assert problems(init_ignore=["a"], freeze_epochs=1) == [
         "model.init_ignore=[a]: has an effect only with model.init_from; add model.init_from=PATH,"
         " or leave model.init_ignore out",
-        "model.freeze_epochs=1: has an effect only with model.freeze; add model.freeze=[GLOB], or"
+        "model.freeze_epochs=1: has an effect only with model.freeze; add 'model.freeze=[GLOB]', or"
         " leave model.freeze_epochs out",
     ]
 

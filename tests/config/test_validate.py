@@ -107,7 +107,7 @@ BAD: dict[str, list[str]] = {
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
     "tracker=wandb,tensorboard": [
-        "for several trackers in one run, use tracker=[wandb,tensorboard]; for a sweep, add -m"
+        "for several trackers in one run, use 'tracker=[wandb,tensorboard]'; for a sweep, add -m"
     ],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
     "optimizer=lbfgs": [REFUSED],

@@ -75,10 +75,10 @@ def test_code_named_by_a_checkpoint_is_not_imported(target: str) -> None:
     (problem,) = named_by_a_checkpoint(target)
     assert f"model._target_={target}: loads code from outside" in problem
     package = target.partition(".")[0]
-    assert f"add trusted_modules=[{package}]" in problem
+    assert f"add 'trusted_modules=[{package}]'" in problem
     assert named_by_a_checkpoint(target, f"trusted_modules=[{package}]") == []
     (problem,) = named_by_a_checkpoint(target, "trusted_modules=[river]")
-    assert f"add trusted_modules=[river,{package}]" in problem
+    assert f"add 'trusted_modules=[river,{package}]'" in problem
 
 
 @pytest.mark.slow

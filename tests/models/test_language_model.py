@@ -455,7 +455,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
         (
             {"model": GPT, "data": {"name": "text", "path": str(tmp_path)}},
             "no file matches data.glob=*.txt",
-            "use data.glob=*.md",
+            "use 'data.glob=*.md'",
         ),
         (
             {"model": GPT, "data": {"name": "text", "glob": "*.c"}},

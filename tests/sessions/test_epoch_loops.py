@@ -149,7 +149,7 @@ REFUSALS = {
     " of the whole run\n  remedy: for 2 further epochs use run.epochs(4)",
     smaller_count: "run.epochs(2) has no epoch left: earlier loops have done 4",
     nested: "run.epochs(3) was called inside of another loop over run.epochs",
-    left_inside: "run.epochs(4): the loop over run.epochs before it was left inside of epoch 0,"
+    left_inside: "run.epochs(4): an earlier loop over run.epochs was left inside of epoch 0,"
     " after 2 steps of it",
     left_after: "was left inside of epoch 0, after 4 steps of it",
 }

@@ -623,7 +623,8 @@ def test_metric_without_a_direction_cannot_select() -> None:
     config.checkpoint.best_metric = "test.acc"
     (problem,) = metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min"})
     assert str(problem).endswith(
-        'whether a high or a low acc is better; add better = {"acc": "max"}, or "min", to its class'
+        'a high or a low acc is better; add the entry "acc": "max", or "min", to the dict `better` of'
+        " its class"
     )
     assert not list(
         metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min", "acc": "max"})
@@ -725,7 +726,7 @@ def test_metrics_of_a_checkpoint_must_be_torchmetrics(
         "os.system",
         "ddp_train.models.networks.build_cnn",
     ):
-        assert "add trusted_modules=[" in asked({"_target_": target})[0], target
+        assert "add 'trusted_modules=[" in asked({"_target_": target})[0], target
     assert asked({"_target_": "json.loads"}, trusted_modules=["json"]) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class Tokenizer:
         except ImportError as error:
             raise DataError(
                 f"data.tokenizer={path}: the package tokenizers is not installed",
-                "pip install tokenizers",
+                f"run {sys.executable} -m pip install tokenizers",
             ) from error
         try:
             self.tokenizer: Any = tokenizers.Tokenizer.from_file(path)

@@ -50,7 +50,7 @@ class CorpusConfig(BuiltInDataConfig):
             yield Problem(
                 found,
                 "needs the package tokenizers",
-                f"{sys.executable} -m pip install tokenizers",
+                f"run {sys.executable} -m pip install tokenizers",
             )
         else:
             yield from self.missing_files()
@@ -149,7 +149,7 @@ class TextConfig(CorpusConfig):
         lacking = self.files_lacking(self.path, pattern)
         if lacking is not None:
             there, commonest = lacking
-            use = f"; use data.glob=*{commonest}" if commonest else ""
+            use = f"; use 'data.glob=*{commonest}'" if commonest else ""
             yield Problem(found, f"no file matches data.glob={pattern}{there}{use}")
 
 

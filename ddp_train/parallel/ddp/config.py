@@ -75,6 +75,7 @@ class DdpConfig(StrategyConfig):
             yield Problem(
                 "strategy.skip_all_reduce_unused_params=true",
                 "needs strategy.find_unused_parameters=true",
+                "add it, or leave strategy.skip_all_reduce_unused_params out",
             )
         if self.static_graph and self.find_unused_parameters:
             yield Problem(
