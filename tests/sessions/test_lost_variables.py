@@ -272,12 +272,59 @@ def with_memory(run: Run, whole: bool, epochs: int = 3) -> None:
             optimizer.step()
 
 
+class Anchor:
+    """A penalty on the distance from weights that the model had (as of EWC)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {name: w.detach().clone() for name, w in model.named_parameters()}
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        distances = [
+            (w - self.weights[name]).square().sum() for name, w in model.named_parameters()
+        ]
+        return torch.stack(distances).sum()
+
+
+def with_anchor(run: Run, whole: bool, epochs: int = 5) -> None:
+    """Made anew where a task ends."""
+    model, optimizer, loader = begun(run)
+    anchor = None
+    for epoch in run.epochs(epochs, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.mean((model(x).squeeze(1) - y).square())
+            if anchor is not None:
+                loss = loss + anchor.penalty(model)
+            loss.backward()
+            optimizer.step()
+        if epoch % 2 == 1:
+            anchor = Anchor(model)
+
+
+def with_attribute(run: Run, whole: bool, epochs: int = 5) -> None:
+    """Set on the wrapped model."""
+    model, optimizer, loader = begun(run)
+    model.anchor = None
+    for epoch in run.epochs(epochs, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.mean((model(x).squeeze(1) - y).square())
+            if model.anchor is not None:
+                loss = loss + (model[0].weight - model.anchor["weight"]).square().sum()
+            loss.backward()
+            optimizer.step()
+        if epoch % 2 == 1:
+            model.anchor = {"weight": model[0].weight.detach().clone()}
+
+
 OVER_EPOCHS = [
     (with_radius, "self.radius"),
     (with_weight, "weight"),
     (with_best, "best, factor"),
     (with_old_targets, "old"),
     (with_memory, "pool.rows"),
+    (with_anchor, "anchor"),
+    (with_attribute, "model.anchor"),
 ]
 
 
@@ -297,6 +344,71 @@ def test_what_goes_over_whole_epochs_is_told(processes: int) -> None:
     assert others == [[[]] * len(OVER_EPOCHS)] * (processes - 1)
 
 
+def trained_near(run: Run, model: Any, optimizer: Any, loader: Any, anchor: Anchor) -> None:
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = run.mean((model(x).squeeze(1) - y).square()) + anchor.penalty(model)
+        loss.backward()
+        optimizer.step()
+
+
+def with_argument(run: Run) -> None:
+    """Made where the later epochs call the loop over batches."""
+    model, optimizer, loader = begun(run)
+    for epoch in run.epochs(4):
+        if epoch < 2:
+            trained_on(run, model, optimizer, loader)
+        else:
+            trained_near(run, model, optimizer, loader, Anchor(model))
+
+
+def in_a_branch(run: Run) -> None:
+    model, optimizer, loader = begun(run)
+    kept: dict[str, Anchor] = {}
+    for epoch in run.epochs(4):
+        if epoch == 1:
+            trained_on(run, model, optimizer, loader)
+        else:
+            kept["anchor"] = Anchor(model)
+            trained_near(run, model, optimizer, loader, kept["anchor"])
+
+
+def told_in_epochs(world: World, loop: Callable[[Run], None]) -> list[str]:
+    messages, _ = told_by(world, loop)
+    return messages
+
+
+def aimed(run: Run, model: Any, optimizer: Any, inputs: Tensor, aims: Tensor) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        run.mean((model(inputs).squeeze(1) - aims).square()).backward()
+        optimizer.step()
+
+
+def within_a_step(run: Run) -> None:
+    """Aims of the step alone, for updates in a loop within it."""
+    model, optimizer, loader = begun(run)
+    for _ in run.epochs(2):
+        for x, _ in loader:
+            aimed(run, model, optimizer, x, model(x).detach().squeeze(1) + 1)
+            aims = model(x).detach().squeeze(1) + 1
+            for _ in range(2):
+                optimizer.zero_grad()
+                run.mean((model(x).squeeze(1) - aims).square()).backward()
+                optimizer.step()
+
+
+def test_what_a_step_makes_for_loops_within_it_is_not_told() -> None:
+    assert on_ranks(3, told_in_epochs, within_a_step) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"), [(with_argument, "anchor"), (in_a_branch, "kept['anchor']")]
+)
+def test_what_a_part_of_an_epoch_makes_is_told(loop: Callable[[Run], None], name: str) -> None:
+    assert on_ranks(3, told_in_epochs, loop) == [[LOST % name], [], []]
+
+
 def trained_on(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
     for x, y in loader:
         optimizer.zero_grad()
@@ -312,13 +424,8 @@ def with_loaders(run: Run) -> None:
         trained_on(run, model, optimizer, loaders[epoch // 2][0])
 
 
-def told_of_loaders(world: World) -> list[str]:
-    messages, _ = told_by(world, with_loaders)
-    return messages
-
-
 def test_containers_of_loaders_are_not_told() -> None:
-    assert on_ranks(3, told_of_loaders) == [[], [], []]
+    assert on_ranks(3, told_in_epochs, with_loaders) == [[], [], []]
 
 
 def test_what_epochs_set_after_their_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -160,6 +160,11 @@ class CalledFunctions:
         self.active.pop()
         return begin + body, renamer.visit(returned)
 
+    def given(self, called: Called, call: ast.Call) -> dict[str, ast.expr]:
+        """The arguments of a call by parameters; none where the code cannot be read."""
+        node = self._node_of(called)
+        return _given(node, call, called.owner) if node else {}
+
     def _node_of(self, called: Called) -> FunctionNode | None:
         """The definition of a function; None where its code cannot be read."""
         code = called.code

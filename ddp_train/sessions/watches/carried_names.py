@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_train.sessions.watches.called_functions import CalledFunctions, is_local
 from ddp_train.sessions.watches.code_names import containers_of, dotted, names_in, owner_of
 from ddp_train.sessions.watches.frame_names import code_of, run_names
+from ddp_train.sessions.wrapped import Wrapped
 
 JUMPS = (ast.Continue, ast.Break)
 WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_groups"}
@@ -163,9 +164,9 @@ class Flow:
         """Those of them that do not decide alone."""
         return self._with_sources(self.arguments, self.origins)
 
-    def all_sources(self, name: str) -> set[str]:
-        """All names that one comes from, at any number of steps."""
-        return self._with_sources(self.sources[name], self.sources)
+    def all_sources(self, names: set[str]) -> set[str]:
+        """Names, and all that they come from, at any number of steps."""
+        return self._with_sources(names, self.sources)
 
     def _with_sources(self, names: set[str], sources: dict[str, set[str]]) -> set[str]:
         found: set[str] = set()
@@ -200,10 +201,21 @@ class EpochNames:
     """Each with all that it comes from."""
     passes: set[str]
     """Those that count passes over that line."""
+    arguments: dict[str, set[str]]
+    """Parameters of the function that the line calls, each with all that its argument comes from.
+    Without those whose argument is a name."""
 
     def made_from(self, is_wanted: Callable[[str], bool]) -> set[str]:
         """Those of `before` that come from a name of some kind."""
-        return {name for name, sources in self.before.items() if any(map(is_wanted, sources))}
+        return _made_from(self.before, is_wanted)
+
+    def arguments_from(self, is_wanted: Callable[[str], bool]) -> set[str]:
+        """Those of `arguments` that come from a name of some kind."""
+        return _made_from(self.arguments, is_wanted)
+
+
+def _made_from(sources: dict[str, set[str]], is_wanted: Callable[[str], bool]) -> set[str]:
+    return {name for name, of_name in sources.items() if any(map(is_wanted, of_name))}
 
 
 class LoopCode:
@@ -238,6 +250,10 @@ class LoopCode:
         """The value that a name has now; None if it has none, or where no function is followed."""
         return self.functions.value_of(name) if self.functions else None
 
+    def is_wrapped(self, name: str) -> bool:
+        """Whether the value of a name is a model that `run.wrap` returned."""
+        return isinstance(self.value_of(name), Wrapped)
+
     def loop_names(self) -> LoopNames | None:
         """Names of the innermost loop; None if it has no losses, or there is none."""
         if not self.loops:
@@ -253,7 +269,7 @@ class LoopCode:
         flow.losses |= flow.jumps
         owners = {"self"}
         if self.functions:
-            owners |= self.functions.owners
+            owners |= self.functions.owners - flow.renewed
         reaching = {name for name in flow.reaching_losses() - owners if not is_local(name)}
         return LoopNames(
             carried=flow.carried & reaching & flow.sources.keys(),
@@ -275,23 +291,47 @@ class LoopCode:
         """The line at which the innermost loop begins."""
         return self.loops[-1].lineno
 
-    def epoch_names(self, line: int) -> EpochNames:
-        """Names that are set in an epoch before some line in it."""
+    def epoch_names(self, line: int, called: types.CodeType | None = None) -> EpochNames:
+        """Names that are set in an epoch before some line in it.
+
+        called: the code of the function that this line calls.
+        """
         flow = self._new_flow()
         passes: set[str] = set()
+        arguments: dict[str, set[str]] = {}
         loops = [loop for loop in self.loops if loop.lineno < line]
         for place, epochs in enumerate(loops):
             if isinstance(epochs, ast.For) and _is_epochs(epochs.iter, self.run_names):
-                earlier = [part for part in epochs.body if (part.end_lineno or 0) < line]
-                self._follow(earlier, flow)
+                is_step = epochs is not loops[-1]  # what it makes is of the step alone
+                given = {} if is_step else self._given_at(line, epochs, called)
+                self._follow([*_statements_before(epochs.body, line)], flow)
+                arguments = {
+                    name: flow.all_sources(flow.names_in(value)) for name, value in given.items()
+                }
                 passes = {
                     name
                     for one in loops[place + 1 :]
                     if isinstance(one, ast.For) and not names_in(one.iter) & self.run_names
                     for name in names_in(one.target)
                 }
-        before = {name: flow.all_sources(name) for name in flow.sources if not is_local(name)}
-        return EpochNames(before, passes)
+        before = {
+            name: flow.all_sources(sources)
+            for name, sources in flow.sources.items()
+            if not is_local(name)
+        }
+        return EpochNames(before, passes, arguments)
+
+    def _given_at(
+        self, line: int, epochs: ast.For, called: types.CodeType | None
+    ) -> dict[str, ast.expr]:
+        """What a line gives to the parameters of the function that it calls, but for names."""
+        given: dict[str, ast.expr] = {}
+        for node in ast.walk(epochs):
+            if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0):
+                found = self.functions.called(node) if self.functions else None
+                if self.functions and found and found.code is called:
+                    given |= self.functions.given(found, node)
+        return {name: value for name, value in given.items() if not dotted(value)}
 
     def _follow(self, body: list[ast.stmt], flow: Flow) -> None:
         if self.functions:
@@ -330,6 +370,24 @@ def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
         for node in ast.walk(tree)
         if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or 0)
     ]
+
+
+def _statements_before(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
+    """The statements that are done before a line, in its branch of the code, not in its loop."""
+    for statement in body:
+        if (statement.end_lineno or 0) < line:
+            yield statement
+        elif statement.lineno <= line and not isinstance(statement, ast.For | ast.While):
+            for part in _blocks_of(statement):
+                if part[0].lineno <= line <= (part[-1].end_lineno or 0):
+                    yield from _statements_before(part, line)
+
+
+def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The lists of statements within a statement."""
+    parts = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
+    parts += [handler.body for handler in getattr(statement, "handlers", [])]
+    return filter(None, parts)
 
 
 def _is_epochs(items: ast.expr, run_names: set[str]) -> bool:
@@ -402,11 +460,9 @@ def _has_jump(body: list[ast.stmt]) -> bool:
     for statement in body:
         if isinstance(statement, JUMPS):
             return True
-        if isinstance(statement, ast.If | ast.With | ast.Try):
-            inner = [getattr(statement, field, []) for field in ("body", "orelse", "finalbody")]
-            handlers = [handler.body for handler in getattr(statement, "handlers", [])]
-            if any(map(_has_jump, [*inner, *handlers])):
-                return True
+        is_no_loop = isinstance(statement, ast.If | ast.With | ast.Try)
+        if is_no_loop and any(map(_has_jump, _blocks_of(statement))):
+            return True
     return False
 
 

@@ -2,7 +2,7 @@
 depend on the number of processes, or on where it was resumed.
 
 Rank 0 warns. What takes an exchange is compared at the end of the epoch; carried numbers at the end
-of the second, the fourth, the eighth epoch too.
+of the second, the fourth, the eighth epoch too. What is lost is looked for again after them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class FirstEpoch:
         """On rank 0 alone."""
         self.counts: CountsBesideCopies | None = None
         """On rank 0 alone, in the first epoch."""
+        self.whole = whole
         self.looks_at_steps = not whole
         """Whether variables that are lost inside of an epoch are looked for."""
         self.rows: str | None = None
@@ -104,6 +105,7 @@ class FirstEpoch:
             names = self.lost.look_over_epochs()
             if names:
                 log.warning(LOST_OVER_EPOCHS, ", ".join(names))
+            self.looks_at_steps = not self.whole
 
     def compare(self, device: str) -> None:
         """Name once what each process has of its own samples alone. A collective."""

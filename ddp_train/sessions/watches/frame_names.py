@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ddp_train.models.loop_variables import locals_of
+from ddp_train.sessions.wrapped import OWN_ATTRIBUTES, Wrapped
 from ddp_train.tensor_tree import attributes_of
 
 MODULE_OF_RUN = "ddp_train.sessions.run"
@@ -43,6 +44,8 @@ def part_of(value: Any, name: str) -> Any:
     if name.startswith("["):
         key = ast.literal_eval(name[1:-1])
         return value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, Wrapped) and name not in OWN_ATTRIBUTES:
+        value = value.module
     parts = attributes_of(value)
     if isinstance(value, nn.Module):
         parts |= value._buffers

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.session_objects import has_torchs_state
-from ddp_train.sessions.watches.carried_names import EpochNames, LoopCode, LoopNames
-from ddp_train.sessions.watches.code_names import as_code, owners_of
+from ddp_train.sessions.watches.carried_names import LoopCode, LoopNames
+from ddp_train.sessions.watches.code_names import as_code, containers_of, owners_of
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
@@ -115,11 +115,18 @@ class LostVariables:
                 return None
             names = self._carried(loop, code, places, self.pools, now) | loop.counts
             values = [code.value_of(name) for name in loop.reaching]
-            names |= self._names_of_epoch(code.epoch_names(code.head), code, values, places)
-            for outer in frames[place + 1 :]:
+            epoch = code.epoch_names(code.head)
+            names |= epoch.passes
+            names |= self._needed(epoch.made_from(code.is_wrapped), code, values, places)
+            for outer, inner in zip(frames[place + 1 :], frames[place:], strict=False):
                 outer_code = LoopCode.of_frame(outer)
-                epoch = outer_code.epoch_names(outer.f_lineno)
-                names |= self._names_of_epoch(epoch, outer_code, values, places)
+                epoch = outer_code.epoch_names(outer.f_lineno, called=inner.f_code)
+                names |= epoch.passes
+                made = epoch.made_from(outer_code.is_wrapped)
+                names |= self._needed(made, outer_code, values, places)
+                made = epoch.arguments_from(outer_code.is_wrapped)
+                names |= self._needed(made, LoopCode.of_frame(inner), values, places)
+            self.pools = None
             return self._not_told(names)
         return []
 
@@ -142,26 +149,22 @@ class LostVariables:
         known = now.keys() & before.keys()
         return names | {name for name in known if before[name].goes_on_in(now[name])}
 
-    def _names_of_epoch(
-        self,
-        epoch: EpochNames,
-        code: LoopCode,
-        values: list[Any],
-        saved_places: set[int],
+    def _needed(
+        self, names: set[str], code: LoopCode, values: list[Any], saved_places: set[int]
     ) -> set[str]:
-        """Names that an epoch has set in a frame before the loop, and those that count its passes.
+        """Those of some names that are not saved, and that the losses of the loop depend on.
 
-        values: those that the losses of the loop depend on.
+        values: all that the losses depend on.
         """
         needed = {id(value) for value in values}
         needed_places = set().union(*map(_places_of, values))
-        names = epoch.passes
-        for name in epoch.made_from(lambda name: isinstance(code.value_of(name), Wrapped)):
+        found = set()
+        for name in names:
             value = code.value_of(name)
             is_needed = id(value) in needed or _places_of(value) & needed_places
             if is_needed and self._is_lost(name, code, saved_places):
-                names.add(name)
-        return names
+                found.add(name)
+        return found.difference(*map(containers_of, found))
 
     def _saved_places(self) -> set[int]:
         """Where the tensors lie that saved modules and objects hold."""
@@ -204,6 +207,8 @@ class LostVariables:
 
 def _is_in_state(holder: Any, name: str) -> bool:
     """Whether what run.resume got saves an attribute. name: "" for all of it."""
+    if isinstance(holder, Wrapped) and name != "module":
+        holder = holder.module
     kind = type(holder)
     if isinstance(holder, Optimizer) and has_torchs_state(holder):
         return name in ("", "state", "param_groups")
@@ -225,7 +230,7 @@ def _is_ours(value: Any, levels: int = DEEPEST) -> bool:
     if isinstance(value, list | tuple | dict) and value and levels:
         items = list(value.values() if isinstance(value, dict) else value)
         return all(_is_ours(item, levels - 1) for item in items)
-    return type(value).__module__.startswith("ddp_train.")
+    return type(value).__module__.startswith("ddp_train.") and not isinstance(value, Wrapped)
 
 
 def _numbers_in(value: Any, levels: int = DEEPEST) -> Iterator[float]:
