@@ -59,7 +59,8 @@ class UserHook:
         return step
 
     def state(self) -> Any:
-        """A copy of what `state_dict` returns; None without that method.
+        """What `state_dict` returns, with the hook's own tensors and copies of all else; None
+        without that method.
 
         Raises StateError if a checkpoint with it could not be read again.
         """
@@ -124,12 +125,12 @@ class UserHooks:
 
 
 def _copy(state: Any) -> Any:
-    """A copy of plain data and tensors, with a dict for an OrderedDict."""
+    """A copy of plain data around the same tensors, with a dict for an OrderedDict."""
     kind = type(state)
     if kind in (dict, OrderedDict):  # state_dict() of a module gives the latter
         return {name: _copy(item) for name, item in state.items()}
     if kind in (list, tuple):
         return kind(map(_copy, state))
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return state.detach()
     return copy.deepcopy(state)

@@ -27,7 +27,16 @@ from ddp_train.distributed.process_group import barrier
 from ddp_train.errors import LaunchError, WriteError
 from ddp_train.recovery import live_state
 from ddp_train.recovery.device_memory import DeviceMemory
-from ddp_train.recovery.kept_layout import KeptNorm, KeptPlace, KeptTensor, Layout, Views, unpacked
+from ddp_train.recovery.kept_hooks import KeptHooks, Logged
+from ddp_train.recovery.kept_layout import (
+    KeptNorm,
+    KeptPlace,
+    KeptTensor,
+    Layout,
+    Views,
+    filled,
+    unpacked,
+)
 from ddp_train.recovery.kept_session import KeptSession
 from ddp_train.recovery.live_state import (
     AVERAGE,
@@ -38,15 +47,12 @@ from ddp_train.recovery.live_state import (
     SKIPPED,
 )
 from ddp_train.resilience.held_devices import held_name
-from ddp_train.resilience.kept_memory import KeptMemory, Place, Record, marked_step
+from ddp_train.resilience.kept_memory import KeptMemory, Place, marked_step
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tensor_tree import tensors
 
 log = logging.getLogger(__name__)
-
-Logged = tuple[list[list[Any]], list[list[Any]]]
-"""Numbers that the user's code has logged: those that all ranks know of, and those of one rank."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +61,6 @@ class KeptLoss:
 
     loss: Mean
     logged: Logged
-
-
-@dataclass(frozen=True)
-class KeptHooks:
-    """The states of hooks at a time."""
-
-    states: HookStates
-    logged: Logged
-    """What they left to be reported."""
-    took_losses: bool
-    """Whether they have reported all losses."""
-    at: float
-    """When, by `time.monotonic`."""
-
-    @classmethod
-    def read(cls, record: Record) -> KeptHooks | None:
-        """What lies in a place; None if it is not whole."""
-        if record.mark is None:
-            return None
-        states, logged = unpacked(record.text)
-        took_losses, at, *_ = record.numbers
-        return cls(states, logged, bool(took_losses), at)
 
 
 @dataclass(frozen=True)
@@ -238,21 +222,14 @@ class KeptRun:
         numbers = self.gathered[:, begin : begin + of_host[0].numel()]
         return [row.to(of_host[0].dtype).view(of_host[0].shape) for row in numbers]
 
-    def _filled(self, value: Any) -> Any:
-        """A tree with its tensors."""
-        if isinstance(value, KeptTensor):
-            return self._tensor(value)
-        if isinstance(value, KeptNorm):
-            return torch.tensor(self.ranks[0].norm, dtype=value.dtype)
-        if isinstance(value, dict):
-            return {key: self._filled(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)([self._filled(item) for item in value])
-        return value
+    def _filled(self, tree: Any) -> Any:
+        return filled(tree, self._tensor)
 
-    def _tensor(self, place: KeptTensor) -> Tensor:
+    def _tensor(self, place: KeptTensor | KeptNorm) -> Tensor:
         """A tensor. Of buffers that differ between ranks it is the mean, of whole numbers rank
         0's."""
+        if isinstance(place, KeptNorm):
+            return torch.tensor(self.ranks[0].norm, dtype=place.dtype)
         if not place.own:
             layout = self.ranks[0].layout
             # A copy: torch saves no views of the same memory as different types.

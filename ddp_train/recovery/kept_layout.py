@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class KeptAt(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     begin: int
-    """Its first byte, behind the text of the place."""
+    """Its first byte in the room of the place."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,14 @@ class Views:
     """The tensors of one place of a rank."""
 
     def __init__(self, content: Tensor, layout: Layout) -> None:
-        """content: the bytes of the place, behind its text."""
+        """content: the bytes of the place beside its text."""
         self.content = content
         self.layout = layout
 
     @classmethod
     def on_host(cls, record: Record, layout: Layout, rank: int) -> Views:
-        begin = aligned(record.text_bytes)
-        memory = record.content(begin + max(1, layout.sizes[rank]))
-        return cls(torch.frombuffer(memory, dtype=torch.uint8)[begin:], layout)
+        memory = record.room(max(1, layout.sizes[rank]))
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), layout)
 
     def own(self, number: int) -> Tensor:
         """One of the tensors that this rank alone has."""
@@ -149,6 +148,20 @@ def shares(sizes: Sequence[int], ranks: int, of_leader: Collection[int] = ()) ->
         owners[place] = owner
         kept[owner] += sizes[place]
     return owners
+
+
+def filled(tree: Any, find: Callable[[Any], Tensor]) -> Any:
+    """A tree with its tensors.
+
+    find: gives the tensor of a `KeptTensor` or a `KeptNorm`.
+    """
+    if isinstance(tree, KeptTensor | KeptNorm):
+        return find(tree)
+    if isinstance(tree, dict):
+        return {key: filled(item, find) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([filled(item, find) for item in tree])
+    return tree
 
 
 def packed(value: Any) -> bytes:

@@ -7,25 +7,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, HookStates
 from ddp_train.engine.loop import Job
 from ddp_train.engine.step_observers import PhaseReports
 from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.recovery.kept_hooks import HooksPlace, HooksPlaces
 from ddp_train.recovery.kept_layout import packed
 from ddp_train.recovery.kept_step import KeptStep, Numbers
 from ddp_train.recovery.live_state import LiveState, state_of
 from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience.kept_memory import (
     TURNS,
-    KeptMemory,
     Record,
-    StepPlaces,
     marked_step,
     state_mark,
 )
@@ -43,52 +41,6 @@ class EveryHook:
 
     def act(self, job: Job) -> None:
         self.call(job)
-
-
-@dataclass(frozen=True)
-class HooksNow:
-    """What hooks have left at a step, as it is kept."""
-
-    step: int
-    text: bytes
-    numbers: tuple[float, ...]
-
-    @classmethod
-    def of(cls, step: int, states: Any, stepper: Stepper) -> HooksNow:
-        """states: of hooks, after they acted after a step."""
-        logged = (stepper.logged.state(), stepper.logged.kept())
-        took_losses = not stepper.losses.passes
-        return cls(step, packed((states, logged)), (float(took_losses), time.monotonic()))
-
-    def write(self, record: Record) -> None:
-        record.open()
-        record.text = self.text
-        record.set_numbers(*self.numbers)
-        record.complete(self.step)
-
-
-class HookRecords:
-    """The states of hooks that belong to one place of a rank."""
-
-    def __init__(self, memory: KeptMemory, rank: int, places: StepPlaces) -> None:
-        self.before = memory.record(rank, places.before)
-        self.after = memory.record(rank, places.after)
-
-    def drop(self) -> None:
-        self.before.open()
-        self.after.open()
-
-    def write(self, before: HooksNow, after: HooksNow | None) -> None:
-        """Keep the states of hooks beside a step.
-
-        before: before they act after it.
-        after: once they have acted, if the state is as they left it.
-        """
-        self.after.open()
-        if after:
-            after.write(self.after)
-        if self.before.mark != before.step:
-            before.write(self.before)
 
 
 class RunKeeper(StepObserver):
@@ -110,19 +62,17 @@ class RunKeeper(StepObserver):
         self.hooks_change_it = hooks_change_it
         self.hooks_change_themselves = hooks_change_themselves
         self.gathered = gathered
-        self.hook_records = {
-            places: HookRecords(keeper.memory, keeper.rank, places) for places in TURNS
+        self.hooks_places = {
+            places: HooksPlaces(keeper.memory, keeper.rank, places) for places in TURNS
         }
         self.losses: HostLosses | DeviceLosses = HostLosses()
         self.acted_at = 0
         """The last step after which hooks have acted."""
-        self.hooks: HooksNow | None = None
-        """What they have left; None until a step is kept that needs it."""
         self.job: Job | None = None
         self.live: LiveState | None = None
         self.tensors_may_differ = False
         """Hooks have acted since the last step: they may have put other tensors into the model."""
-        self.hook_states: Callable[[], Any] = dict
+        self.hook_states: Callable[[], HookStates] = dict
 
     @contextlib.contextmanager
     def keeping(
@@ -151,10 +101,11 @@ class RunKeeper(StepObserver):
             keeper.give_up(error)
             yield
             return
-        for records in self.hook_records.values():
-            records.drop()
+        for places in self.hooks_places.values():
+            places.drop()
         self.job = job
-        self.hook_states = checkpoint_hook.hook_states
+        if keeper.rank == 0:  # a checkpoint has those of one rank, and they may be large
+            self.hook_states = checkpoint_hook.hook_states
         self.acted_at = job.step - hooks_owed
         # Behind the observers of hooks, whose state is kept; a step is done once it is kept.
         job.stepper.observers.insert(_place_of_reports(job.stepper.observers), self)
@@ -174,31 +125,37 @@ class RunKeeper(StepObserver):
     def _keep(self, step: int) -> None:
         job = self.job
         assert job
-        if self.hooks_change_themselves:
-            began = time.perf_counter()
-            self.hooks = self._hooks_now(job, step)
-            self.keeper.pace.took(time.perf_counter() - began)
-        elif self.hooks is None:
-            self.hooks = self._hooks_now(job, self.acted_at)
         if self.live is None or not self.live.is_of(job, self.tensors_may_differ):
             self.live = state_of(job, self.gathered)
         self.tensors_may_differ = False
         if step == job.hooks_step:
             self.keeper.facts.set_numbers(step, self.keeper.ranks)
         with self.keeper.turn() as kept:
-            self._write(kept, step, self.hooks)
+            self._keep_hooks(self.hooks_places[kept.places], step)
+            self._write(kept, state_mark(step, is_later=False))
 
-    def _write(
-        self, kept: KeptStep, step: int, hooks: HooksNow, after: HooksNow | None = None
-    ) -> None:
-        """Keep the state after a step, see `HookRecords.write`."""
+    def _keep_hooks(self, places: HooksPlaces, step: int) -> None:
+        """Keep the states of hooks as they are before these act after a step."""
+        places.after.drop()
+        if self.hooks_change_themselves:
+            began = time.perf_counter()
+            self._write_hooks(places.before, step)
+            self.keeper.pace.took(time.perf_counter() - began)
+        elif places.before.step != self.acted_at:
+            self._write_hooks(places.before, self.acted_at)
+
+    def _write_hooks(self, place: HooksPlace, step: int) -> None:
+        """Keep the states of hooks. step: after which they have changed last."""
+        assert self.job
+        place.write(step, self.hook_states(), self.job.stepper)
+
+    def _write(self, kept: KeptStep, mark: int) -> None:
+        """Keep the state of the job. mark: see `state_mark`."""
         assert self.job and self.live
         stepper = self.job.stepper
-        self.hook_records[kept.places].write(hooks, after)
         logged = None
         if stepper.logged.is_used:
             logged = packed((stepper.logged.state(), stepper.logged.kept()))
-        mark = state_mark(step, is_later=after is not None)
         kept.write(mark, self.live, self.losses.numbers_of(stepper), logged)
 
     def _before_hooks(self, job: Job) -> None:
@@ -213,29 +170,23 @@ class RunKeeper(StepObserver):
     def _after_hooks(self, job: Job) -> None:
         self.tensors_may_differ = True
         self.acted_at = job.step
-        before = self.hooks
-        self.hooks = None
         kept = self.keeper.last
         if kept is None or kept.mark is None or marked_step(kept.mark) != job.step:
             return
-        self.hooks = self._hooks_now(job, job.step)
+        after = self.hooks_places[kept.places].after
         if not self.hooks_change_it:
-            self.hooks.write(self.hook_records[kept.places].after)
+            self._write_hooks(after, job.step)
             return
-        assert before and self.live
+        assert self.live
         # A process that is killed meanwhile has not kept this step: the one before is whole.
         kept.drop()
-        self.hook_records[kept.places].drop()
         live = state_of(job, self.gathered)
         self.live = self.live if self.live.is_like(live) else live
         try:
-            self._write(kept, job.step, before, after=self.hooks)
+            self._write_hooks(after, job.step)
+            self._write(kept, state_mark(job.step, is_later=True))
         except LaunchError as error:
             self.keeper.give_up(error)
-
-    def _hooks_now(self, job: Job, step: int) -> HooksNow:
-        """The states of hooks. step: after which they have changed last."""
-        return HooksNow.of(step, self.hook_states(), job.stepper)
 
 
 def _place_of_reports(observers: Sequence[StepObserver]) -> int:

@@ -18,8 +18,10 @@ from enum import IntEnum
 from ddp_train.distributed.environment import kept_descriptor
 
 PLACE_BYTES = 2**40
-CONTENT_BEGINS = mmap.PAGESIZE
-"""Where the content of a place begins, behind its head."""
+TEXT_BEGINS = mmap.PAGESIZE
+"""Where the text of a place begins, behind its head."""
+ROOM_BEGINS = PLACE_BYTES // 2
+"""Where the room beside the text begins: it lies still, however long the text becomes."""
 
 
 class Place(IntEnum):
@@ -74,7 +76,7 @@ def marked_step(mark: int) -> int:
 
 
 class Record:
-    """One place of one rank: a mark, a text of bytes, and room behind it."""
+    """One place of one rank: a mark, a text of bytes, and room for tensors."""
 
     NUMBERS = 4
     mark_format = struct.Struct("=q")
@@ -86,9 +88,9 @@ class Record:
     def __init__(self, descriptor: int, begin: int) -> None:
         self.descriptor = descriptor
         self.begin = begin
-        self.memory = mmap.mmap(descriptor, CONTENT_BEGINS, offset=begin)
+        self.memory = mmap.mmap(descriptor, TEXT_BEGINS, offset=begin)
         self.mapped: mmap.mmap | None = None
-        """The content that was written last; its mapping takes longer than most texts."""
+        """The text that was written last; its mapping takes longer than most texts."""
 
     @property
     def mark(self) -> int | None:
@@ -122,19 +124,23 @@ class Record:
     @property
     def text(self) -> bytes:
         length = self.text_bytes
-        return self.content(length)[:length] if length else b""
+        return self._mapped_text(length)[:length] if length else b""
 
     @text.setter
     def text(self, text: bytes) -> None:
         if text:
             if self.mapped is None or len(self.mapped) < len(text):
-                self.mapped = self.content(len(text))
+                self.mapped = self._mapped_text(len(text))
             self.mapped[: len(text)] = text
         self.length_format.pack_into(self.memory, self.LENGTH_BEGINS, len(text))
 
-    def content(self, size: int) -> mmap.mmap:
+    def _mapped_text(self, size: int) -> mmap.mmap:
         """The first `size` bytes behind the head."""
-        return mmap.mmap(self.descriptor, size, offset=self.begin + CONTENT_BEGINS)
+        return mmap.mmap(self.descriptor, size, offset=self.begin + TEXT_BEGINS)
+
+    def room(self, size: int) -> mmap.mmap:
+        """The first `size` bytes of the room beside the text."""
+        return mmap.mmap(self.descriptor, size, offset=self.begin + ROOM_BEGINS)
 
 
 class KeptMemory:

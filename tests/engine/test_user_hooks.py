@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_train.checkpoints.training_state import TrainingState
 from ddp_train.distributed.world import World
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
@@ -213,14 +214,16 @@ def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
 
 
 def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
-    """The hook goes on with its own list and tensor while a survivor may still save the state from
-    before."""
+    """The hook goes on with its own list and tensor while a checkpoint is written."""
     numbers = [1]
     tensor = torch.zeros(2)
     hook = Acts({"numbers": numbers, "tensor": tensor})
-    ((path, state),) = hooks_of([hook], ["a.A"]).state()
+    states = hooks_of([hook], ["a.A"]).state()
+    saved = TrainingState({"user_hooks": states}, torch.empty(1, 0)).as_dict()
+    ((path, state),) = saved["objects"]["user_hooks"]
     numbers.append(2)
     tensor.add_(1)
+    assert states[0][1]["numbers"] == [1]
     assert path == "a.A" and state["numbers"] == [1] and state["tensor"].tolist() == [0, 0]
 
     enters = SimpleNamespace(state_dict=lambda: {"n": 7}, __enter__=None, __exit__=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.checkpoints.reader import load_training
 from ddp_train.telemetry.metrics_log import last_step
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until
@@ -121,7 +122,9 @@ def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
 
 
 PRUNING = """
+import os
 import pathlib
+import signal
 import time
 
 import torch
@@ -132,9 +135,12 @@ before_hooks = RunKeeper._before_hooks
 
 
 class Prune:
-    # Once, between step 3 and the hooks that act after it, each process waits to be killed.
+    # Once, between step 3 and the hooks that act after it, each process waits to be killed. Later
+    # one rank after the other kills itself: in a step, as it acts, in a step.
 
     def __init__(self, job, run_dir, world):
+        self.job, self.run_dir, self.rank = job, run_dir, world.rank
+        self.times = torch.zeros(1000)
         waits = pathlib.Path(run_dir, f"waits_{world.rank}")
 
         def wait_once(keeper, job):
@@ -145,6 +151,30 @@ class Prune:
 
         RunKeeper._before_hooks = wait_once
 
+    def __enter__(self):
+        self.job.observe(self)
+
+    def __exit__(self, *error):
+        pass
+
+    def before_backward(self, loss, units, micro_batch):
+        self.die_once({5: 1, 11: 2})
+
+    def after_backward(self, micro_batch):
+        pass
+
+    def before_update(self):
+        pass
+
+    def after_update(self, steps_done):
+        pass
+
+    def die_once(self, victims):
+        killed = pathlib.Path(self.run_dir, f"killed_at_{self.job.step}")
+        if victims.get(self.job.step) == self.rank and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def due(self, job):
         return job.step + 1
 
@@ -152,16 +182,29 @@ class Prune:
     def act(self, job):
         for weight in job.model.parameters():
             weight.mul_(0.99)
+        self.times += 1
+        self.die_once({8: 0})
+
+    def state_dict(self):
+        return {"times": self.times}
+
+    def load_state_dict(self, state):
+        self.times = state["times"]
 """
 
 
 @pytest.mark.slow
 def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -> None:
-    """A step is kept before its hooks act. What they did after it was lost, or done twice."""
+    """A step is kept before its hooks act. What they did after it was lost, or done twice.
+
+    Their own tensors are kept with the weights.
+    """
     (tmp_path / "pruning.py").write_text(PRUNING)
     (tmp_path / "whole").mkdir()
     for rank in range(3):
         (tmp_path / f"whole/waits_{rank}").touch()
+    for step in (5, 8, 11):
+        (tmp_path / f"whole/killed_at_{step}").touch()
     words = (
         *MLP[:2],
         "train.epochs=6",
@@ -177,12 +220,16 @@ def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -
         waiting = [job.run_dir / f"waits_{rank}" for rank in range(3)]
         wait_until(lambda: all(file.exists() for file in waiting), "step 3")
         os.kill(ranks_of(job)[1], signal.SIGKILL)
-        for step, phase in ((5, "forward"), (8, "hook"), (11, "backward")):
-            kill(job, 3, Kill(1, step, phase))
         assert job.end() == 0, job.said()
-    name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
+    assert len(list(job.run_dir.glob("killed_at_*"))) == 3
+    last = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}"
+    name = f"{last}/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert read(tmp_path / "run", "summary.json")["recoveries"]
+    steps = int(last.removeprefix("checkpoints/step_"))
+    for run_dir in (tmp_path / "whole", tmp_path / "run"):
+        ((_, state),) = load_training(run_dir / last)["objects"]["user_hooks"]
+        assert state["times"].tolist() == [steps] * 1000
+    assert len(read(tmp_path / "run", "summary.json")["recoveries"]) == 4
 
 
 MUTE = """
@@ -420,13 +467,20 @@ COUNTS = """
 import os
 import signal
 
+import numpy
+import torch
+
 
 class Counts:
-    \"\"\"Counts updates by a hook of the optimizer and by an observer, and acts once an epoch.\"\"\"
+    \"\"\"Counts updates by a hook of the optimizer and by an observer, and acts once an epoch.
+
+    Its table changes in two steps: before a kill, and two steps before another one.
+    \"\"\"
 
     def __init__(self, job, run_dir, world):
         self.job, self.run_dir, self.rank = job, run_dir, world.rank
         self.counts = {"post hook": 0, "observer": 0}
+        self.table = numpy.zeros(10**6)
 
     def __enter__(self):
         self.job.observe(self)
@@ -453,16 +507,19 @@ class Counts:
 
     def after_update(self, steps_done):
         self.counts["observer"] += 1
+        if steps_done in (17, 21):
+            self.table[-1] += steps_done
 
     def act(self, job):
         if self.rank == 0:
-            print(f"step {job.step}: {self.counts}", flush=True)
+            print(f"step {job.step}: {self.counts}, {self.table.sum()}", flush=True)
 
     def state_dict(self):
-        return self.counts
+        return {"counts": self.counts, "table": torch.as_tensor(self.table)}
 
     def load_state_dict(self, state):
-        self.counts = dict(state)
+        self.counts = dict(state["counts"])
+        self.table = state["table"].numpy()
 """
 
 
@@ -474,6 +531,6 @@ def test_what_hooks_count_in_each_step_is_kept_with_it(tmp_path: Path) -> None:
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no step is lost") == 3, done.stderr
-    for step in (10, 20, 30):
+    for step, table in ((10, 0.0), (20, 17.0), (30, 38.0)):
         counts = {"post hook": step, "observer": step}
-        assert f"step {step}: {counts}" in done.stdout, done.stdout
+        assert f"step {step}: {counts}, {table}\n" in done.stdout, done.stdout
