@@ -119,7 +119,8 @@ def _checked(value: Any, code: Code, place: int, pace: Pace) -> float:
         return number
     raise ConfigError(
         [
-            f"{SECTION}._target_={code.target}: returned {value!r} for ({place}, {pace.length});"
+            f"{SECTION}._target_={code.target}: returned {value!r} for the arguments"
+            f" ({place}, {pace.length});"
             " it must return the factor of the learning rate, a finite number of at least 0"
         ]
     )

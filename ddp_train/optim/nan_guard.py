@@ -125,7 +125,7 @@ class NonFiniteCheck:
         """Raise NonFiniteLossError if a weight, or the norm of all, is not finite. Waits for the
         device: for checkpoints, not for steps."""
         if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
-            detail = f"after step {steps_done} the weights are not finite, or their norm is not"
+            detail = f"after step {steps_done} the weights or their norm are not finite"
             remedy = f"lower optimizer.lr={self.base_lr:g}, or clip with train.max_grad_norm=1"
             raise NonFiniteLossError(detail, remedy, None, steps_done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -216,7 +217,8 @@ def _with_whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
     low, high = map(float, ends[key])
     if not (low.is_integer() and high.is_integer()):
         return problem
-    return f"{problem}; for whole numbers use {key}=int(interval({int(low)},{int(high)}))"
+    typed = shlex.quote(f"{key}=int(interval({int(low)},{int(high)}))")
+    return f"{problem}; for whole numbers use {typed}"
 
 
 def hydra_problems(

@@ -142,7 +142,7 @@ def drawn_distributions(overrides: Sequence[Override]) -> dict[str, BaseDistribu
     if not drawn:
         raise PoolError(
             "hydra/sweeper=pool_optuna: no key has several values to draw from; give one an"
-            " interval, KEY=interval(0.01,0.1), or a list, KEY=1,2,3"
+            " interval, 'KEY=interval(0.01,0.1)', or a list, KEY=1,2,3"
         )
     return drawn
 

@@ -97,7 +97,10 @@ def test_plateau_has_the_direction_of_its_metric() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"_target_": f"{__name__}.nothing"}, "returned None for (7, 12); it must return"),
+        (
+            {"_target_": f"{__name__}.nothing"},
+            "returned None for the arguments (7, 12); it must return",
+        ),
         ({"_target_": f"{__name__}.no_scheduler"}, "returns an object of StandIn"),
         ({"_target_": f"{__name__}.decay"}, "must accept (step, steps)"),
         ({"_target_": f"{__name__}.half_way", "lo": 0.1}, "unexpected keyword argument 'lo'"),

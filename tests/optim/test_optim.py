@@ -455,7 +455,9 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
     job.stepper.check()
     with torch.no_grad():
         next(iter(job.module.parameters()))[0, 0] = math.nan
-    with pytest.raises(NonFiniteLossError, match="after step 0 the weights are not finite"):
+    with pytest.raises(
+        NonFiniteLossError, match="after step 0 the weights or their norm are not finite"
+    ):
         job.stepper.check()
 
 

@@ -48,7 +48,7 @@ def test_what_contradicts_the_sweeper_is_refused(overrides: list[str], message: 
     [
         (
             "model.hidden=interval(8,64)",
-            "model.hidden=64.0: must be a whole number; for whole numbers use model.hidde",
+            "model.hidden=64.0: must be a whole number; for whole numbers use 'model.hid",
         ),
         ("optimizer.lr=interval(-0.3,0.1)", "optimizer.lr=-0.3: must be above 0"),
         ("+optimizer.foo=interval(0.1,0.2)", "optimizer.foo=0.1: no such key"),

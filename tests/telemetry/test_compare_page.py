@@ -23,7 +23,7 @@ def test_one_run_of_each_tells_differences_and_no_noise(tmp_path: Path) -> None:
         found.startswith("1_0 against 0_0: test accuracy +5.00 points")
         and "cannot be told from 1 run of each" in found
     )
-    assert "11.73 points" in found and "less than twice" in found, "of ten samples"
+    assert "11.73 points" in found and "smaller than twice" in found, "of ten samples"
     loss = section_of(as_page(report), "Loss")["chart"]
     assert {"0_0 training", "1_0 test"} <= {curve["name"] for curve in loss["curves"]}
 

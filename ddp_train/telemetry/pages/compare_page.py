@@ -330,10 +330,10 @@ def _error_of_size(run: RunFiles, other: RunFiles, split: str, difference: float
     if None in errors:
         return ""
     error = math.hypot(*filter(None, errors))
-    often = "less" if abs(difference) < SIGMAS * error else "more"
+    size = "smaller" if abs(difference) < SIGMAS * error else "larger"
     return (
         " From the number of scored samples alone, the difference of two independent scores has"
-        f" a standard error of {100 * error:.2f} points; this difference is {often} than twice"
+        f" a standard error of {100 * error:.2f} points; this difference is {size} than twice"
         " that error."
     )
 
