@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -176,10 +176,41 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     problem = trial.problem(module.task)
     if problem:
         raise ConfigError([f"{key}: {problem}"])
+    problem = _problem_in_training(module, loss_of, trial)
+    if problem:
+        raise ConfigError([f"{key}: in train mode {problem}"])
     # What draws random numbers draws others for each batch.
     is_told = ranks() > 1 and CURRENT.gathers == gathers and not effects
     if is_told and trial.mixes_samples:
         log.warning("%s: %s", key, MIXED)
+
+
+def _problem_in_training(
+    module: ModelWithTask, loss_of: Callable[[np.ndarray], Sum], trial: LossTrial
+) -> str:
+    """The problem of a loss that is a sum in eval mode, but not in train mode; "" without one.
+
+    Copies tell nothing if the loss draws random numbers, or changes a buffer.
+
+    trial: that in eval mode.
+    """
+    try:
+        with undisturbed(module, "the trial of loss()") as effects:
+            _train_own_layers(module)
+            of_copies = [loss_of(np.zeros(copies, np.int64)) for copies in COPIES]
+    except Exception as error:  # noqa: BLE001  training itself will raise it, if it is one
+        log.info("no trial in train mode: %s: %s", type(error).__name__, first_line(error))
+        return ""
+    return "" if effects else replace(trial, of_copies=of_copies).problem(module.task)
+
+
+def _train_own_layers(module: ModelWithTask) -> None:
+    """Put a module into train mode, but for the layers of torch: they have no penalties, but some
+    draw numbers, or use the statistics of a batch."""
+    module.train()
+    for layer in module.model.modules():
+        if layer is not module.model and type(layer).__module__.startswith("torch."):
+            layer.training = False
 
 
 @torch.no_grad()

@@ -34,10 +34,13 @@ class OfOutputs:
         return self.function(model(batch))
 
 
-def tried(task: Any) -> ModelWithTask:
-    """A task that was tried with 9 samples of 3 numbers each. Raises what the trial raises."""
+def tried(task: Any, model: nn.Module | None = None) -> ModelWithTask:
+    """A task that was tried with 9 samples of 3 numbers each. Raises what the trial raises.
+
+    model: of 3 numbers; None for a batch norm.
+    """
     samples = torch.arange(27.0).view(9, 3) / 10 + 1
-    module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+    module = ModelWithTask(model or nn.BatchNorm1d(3), complete(task), "cpu", None)
     check_loss(
         module,
         lambda numbers: samples[torch.from_numpy(numbers)],
@@ -128,6 +131,49 @@ def test_a_penalty_that_is_not_multiplied_is_refused() -> None:
         refused.value
     )
     assert "return losses.sum() + penalty * units, units" in str(refused.value)
+
+
+class InTraining:
+    """A loss that is a sum in eval mode alone."""
+
+    def __init__(self, loss: Callable[[Tensor], tuple[Tensor, int]]) -> None:
+        self.function = loss
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        outputs = model(batch)
+        if model.training:
+            return self.function(outputs)
+        return outputs.square().sum(), len(outputs)
+
+
+def of_torch() -> nn.Module:
+    """Layers that take statistics of a batch, or draw numbers, in train mode."""
+    return nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Dropout(0.5), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (penalised, "of which 0.5 does not grow with the batch"),
+        (lambda outputs: (outputs.mean(), len(outputs)), "that is a mean, not a sum"),
+    ],
+)
+def test_a_loss_that_is_no_sum_in_train_mode_alone_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tried(InTraining(loss), of_torch())
+    assert "mine.Task: in train mode loss() gives " in str(refused.value)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs: (outputs.sum() + 0.5 * len(outputs), len(outputs)),
+        lambda outputs: (outputs.sum() + torch.rand(()), len(outputs)),
+    ],
+)
+def test_a_loss_that_is_a_sum_in_train_mode_passes_the_trial(loss: Any) -> None:
+    tried(InTraining(loss), of_torch())
 
 
 def test_copies_with_draws_of_their_own_have_no_penalty() -> None:
