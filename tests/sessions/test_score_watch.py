@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ddp_train.distributed.world import World
 from ddp_train.sessions.watches import score_watch
@@ -37,8 +38,20 @@ def test_one_process_may_sum_what_it_likes(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
+def squares(model: nn.Module) -> float:
+    """Of all rows, on each process."""
+    model.eval()
+    with torch.no_grad():
+        batches = [model(inputs.float()) for inputs, _ in DataLoader(rows(), batch_size=5)]
+    model.train()
+    return torch.cat(batches).square().sum().item()
+
+
 def summed(world: World, what: str) -> list[str]:
-    """What is told where a model has scored rows that are not a loader's before `run.sum`."""
+    """What is told where a model has scored rows that are not a loader's before `run.sum`.
+
+    what: how the score is added up, or how another number is.
+    """
     messages: list[str] = []
     score_watch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
     with session_on(world) as run:
@@ -47,22 +60,29 @@ def summed(world: World, what: str) -> list[str]:
         loader = run.loader(rows(), global_batch_size=6)
         run.resume(model=model, optimizer=optimizer)
         for _ in run.epochs(1):
-            score = model(torch.ones(2, 4)).sum().item()
-            if what == "before training":
+            score = squares(model)
+            shown = model(torch.ones(2, 4)).sum().item()
+            total = 0.0
+            if what in ("after steps", "of steps"):
                 for inputs, _ in loader:
-                    run.mean(model(inputs.float()).squeeze(1)).backward()
+                    loss = run.mean(model(inputs.float()).squeeze(1))
+                    loss.backward()
                     optimizer.step()
+                    total += run.sum(loss.item()) / run.processes
             if what == "barrier":
                 run.sum(0)
             elif what == "mean":
                 print(run.sum(score) / run.processes)
+            elif what == "of steps":
+                print(shown, run.sum(total) / len(rows()))
             else:
-                print(run.sum(score))
+                print(run.sum(score) / len(rows()))
     return messages
 
 
 @pytest.mark.parametrize(
-    ("what", "count"), [("barrier", 0), ("mean", 0), ("before training", 0), ("score", 1)]
+    ("what", "count"),
+    [("barrier", 0), ("mean", 0), ("of steps", 0), ("after steps", 1), ("now", 1)],
 )
 def test_only_sums_that_count_scores_twice_are_told(what: str, count: int) -> None:
     leader, *_ = on_ranks(3, summed, what)

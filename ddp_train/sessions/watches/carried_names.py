@@ -321,6 +321,32 @@ class LoopCode:
         }
         return EpochNames(before, passes, arguments)
 
+    def is_summed_after_steps(self, line: int) -> bool:
+        """Whether a line in an epoch adds up, by `run.sum`, what a model gave before its steps."""
+        epochs = [loop for loop in self.loops if _is_epochs_loop(loop, self.run_names)]
+        if not epochs:
+            return False
+        body = epochs[-1].body
+        earlier = [part for part in body if (part.end_lineno or 0) < line]
+        summed = _summed_at(line, body[len(earlier) :], self.run_names)
+        before = self._new_flow()
+        has_steps = False
+        made: set[str] = set()
+        for statement in earlier:
+            parts = self.functions.put_into([statement]) if self.functions else [statement]
+            own = self._new_flow()
+            _follow(parts, set(), own)
+            if own.has_losses and not has_steps:
+                has_steps = True
+                made = {
+                    name
+                    for name, sources in before.sources.items()
+                    if any(map(self.is_wrapped, before.all_sources(sources)))
+                }
+            made -= own.changed
+            _follow(parts, set(), before)
+        return bool(made & summed)
+
     def _given_at(
         self, line: int, epochs: ast.For, called: types.CodeType | None
     ) -> dict[str, ast.expr]:
@@ -398,6 +424,22 @@ def _is_epochs(items: ast.expr, run_names: set[str]) -> bool:
         and dotted(node.value) in run_names
         for node in ast.walk(items)
     )
+
+
+def _is_epochs_loop(loop: ast.For | ast.While, run_names: set[str]) -> bool:
+    return isinstance(loop, ast.For) and _is_epochs(loop.iter, run_names)
+
+
+def _summed_at(line: int, body: list[ast.stmt], run_names: set[str]) -> set[str]:
+    """The names in what the calls of `run.sum` at a line add up."""
+    found: set[str] = set()
+    for node in ast.walk(ast.Module(body, [])):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr="sum"), args=[value, *_]):
+                is_here = node.lineno <= line <= (node.end_lineno or 0)
+                if is_here and dotted(owner) in run_names:
+                    found |= names_in(value)
+    return found
 
 
 def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.watches.carried_names import LoopCode
 from ddp_train.tensor_tree import tensors
 
 TAKEN_OVER_STEPS = (
@@ -40,7 +41,11 @@ class ScoreWatch:
         self.open: list[contextlib.ExitStack] = []
         """The contexts of the test loaders that give batches now."""
         self.scored_elsewhere = False
-        """The model has scored other batches since the last sum."""
+        """The model has scored other batches since the last sum, or since a step began."""
+        self.scored_before_steps = False
+        """It did so before a step."""
+        self.sums: set[tuple[str, int]] = set()
+        """The files and lines of sums that were looked at since then."""
         self.has_warned = False
         self.has_warned_of_carried = False
         self.returned: list[StorageWeakRef] = []
@@ -76,6 +81,12 @@ class ScoreWatch:
         if not self.is_scoring:
             self.scored_elsewhere = True
 
+    def begin_step(self) -> None:
+        """To be called when a training step begins. A pass before it is a score if what it gave is
+        added up later."""
+        self.scored_before_steps |= self.scored_elsewhere
+        self.scored_elsewhere = False
+
     def begin_batch(self) -> None:
         """To be called when a test loader gives a batch."""
         self.returned_before = self.returned
@@ -94,8 +105,20 @@ class ScoreWatch:
     def see_sum(self, processes: int, value: Any = 1) -> None:
         """Called before a value is added up. 0 counts nothing twice: the call is a barrier."""
         is_barrier = isinstance(value, int) and value == 0
-        may_warn = self.scored_elsewhere and not self.has_warned and processes > 1
-        if may_warn and not is_barrier and not _is_divided_again():
+        may_warn = not self.has_warned and processes > 1 and not is_barrier
+        if may_warn and (self.scored_elsewhere or self.scored_before_steps):
+            self._look_at_sum(processes)
+        self.scored_elsewhere = False
+
+    def _look_at_sum(self, processes: int) -> None:
+        """Warn if the user's line adds up a score, and is no mean over the processes."""
+        frame = next(user_frames(), None)
+        place = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+        is_score = self.scored_elsewhere
+        if frame and not is_score and place not in self.sums:
+            self.sums.add(place)
+            is_score = LoopCode.of_frame(frame).is_summed_after_steps(frame.f_lineno)
+        if is_score and ".processes" not in linecache.getline(*place):
             self.has_warned = True
             log.warning(
                 "run.sum: the model got batches that are not from run.test_loader. If every"
@@ -103,15 +126,6 @@ class ScoreWatch:
                 " run.test_loader(data, batch_size=256)",
                 processes,
             )
-        self.scored_elsewhere = False
-
-
-def _is_divided_again() -> bool:
-    """Whether the line of the user's that adds up names the number of processes, as a mean does."""
-    for frame in user_frames():
-        code = frame.f_code
-        return ".processes" in linecache.getline(code.co_filename, frame.f_lineno)
-    return False
 
 
 def _memory_of(value: Any) -> list[StorageWeakRef]:

@@ -69,7 +69,7 @@ class Watches:
 
     def begin_step(self) -> None:
         """Called when the generators were seeded for a step."""
-        self.scores.scored_elsewhere = False  # a pass before training is no score
+        self.scores.begin_step()
         if self.first_step:
             self.first_step.begin(self.loop.position.step)
         if self.first_epoch:
