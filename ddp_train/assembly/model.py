@@ -37,7 +37,12 @@ from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_labels, check_numbers
 from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.tasks.trial import check_loss, check_scores, takes_empty_batch
+from ddp_train.tasks.trial import (
+    check_evaluation,
+    check_loss,
+    check_scores,
+    takes_empty_batch,
+)
 from ddp_train.tasks.user_task import complete
 
 LABELS_READ = 4
@@ -172,7 +177,7 @@ def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, de
     def batch_of(numbers: np.ndarray) -> Any:
         return trial_batch(config, source, numbers, device)
 
-    for check in (check_loss, check_scores):
+    for check in (check_loss, check_scores, check_evaluation):
         check(module, batch_of, len(source), f"task._target_={config.task.target}")
 
 

@@ -21,7 +21,8 @@ from ddp_train.distributed.process_group import buffer_places, ranks
 from ddp_train.distributed.training_step import CURRENT, scored
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.models.put_back import leaving_nothing
-from ddp_train.tasks.task import ModelWithTask, Task
+from ddp_train.models.python_state import attribute_of, replaced, state_of
+from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task
 from ddp_train.text import first_line
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,14 @@ MIXED = (
     " own samples only, so the loss depends on the number of processes. To compare the samples"
     " of all processes, use `rows, own = ddp_train.all_gather(outputs)`"
 )
+CHANGED_BY_TESTS = (
+    "score() returns no entry 'loss', so evaluations call loss(), which changes {}: samples of the"
+    " test set change it too. Return {{'loss': (sum, units), ...}} from score(), or let loss()"
+    " change it only if model.training"
+)
+CHANGES = "changes the buffer "
+MOST_NAMES = 3
+"""The most names that a warning lists."""
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
 
@@ -276,6 +285,43 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
     return ""
 
 
+@torch.no_grad()
+def check_evaluation(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
+    """Warn if test samples would change what `loss` keeps, since evaluations call it for a `score`
+    without an entry "loss"; the parameters are those of `check_loss`."""
+    task = module.task
+
+    def score() -> ScoreSums:
+        if module.further_metrics:
+            return task.score_and_predict(module.model, batch)[0]
+        return task.score(module.model, batch)
+
+    try:
+        batch = batch_of(np.arange(min(samples, DISTINCT_SAMPLES)))
+        scores, of_score = _changes(module, score)
+        if "loss" in scores:
+            return
+        _, of_loss = _changes(module, lambda: module.loss_of(batch))
+    except Exception as error:  # noqa: BLE001  told by the other trials
+        log.info("no trial of an evaluation: %s: %s", type(error).__name__, first_line(error))
+        return
+    names = sorted(of_loss - of_score)
+    if names:
+        log.warning("%s: %s", key, CHANGED_BY_TESTS.format(", ".join(names[:MOST_NAMES])))
+
+
+def _changes(module: ModelWithTask, function: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """The result of a function in eval mode, and the attributes of the task and buffers that it
+    changed. A cache that it filled is none of them."""
+    roots = {"task": module.task}
+    with undisturbed(module, "the trial of an evaluation") as effects:
+        before = state_of(roots)
+        result = function()
+        paths = replaced(before, state_of(roots))
+    names = {attribute_of(path) for path in paths if path.startswith("task.")}
+    return result, names | {effect.removeprefix(CHANGES) for effect in effects if CHANGES in effect}
+
+
 def _warn_of_failure(method: str, key: str, error: Exception) -> None:
     cause = f"{type(error).__name__}: {first_line(error)}"
     log.warning(
@@ -342,7 +388,7 @@ def undisturbed(module: ModelWithTask, what: str) -> Iterator[list[str]]:
                 effects.append("draws random numbers")
             for holder, name, content in contents:
                 if _has_other_numbers(holder.get(name), content):
-                    effects.append(f"changes the buffer {name}")
+                    effects.append(f"{CHANGES}{name}")
     finally:
         module.train()
 

@@ -18,7 +18,7 @@ from ddp_train.data.batch_plan import evaluation_batch
 from ddp_train.errors import ConfigError
 from ddp_train.tasks import trial
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
+from ddp_train.tasks.trial import check_evaluation, check_loss, check_scores, undisturbed
 from ddp_train.tasks.user_task import complete
 from tests.support.task_samples import Returns, Scores
 
@@ -237,6 +237,47 @@ def test_copies_with_draws_of_their_own_have_no_penalty() -> None:
 def test_means_and_wrong_units_are_refused(task: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tried(task)
+
+
+class Remembers:
+    """Its loss keeps a table of losses, in itself and in a buffer of the model, and a cache."""
+
+    def __init__(self, scores: dict[str, Any], in_training: bool = False) -> None:
+        self.scores = scores
+        self.in_training = in_training
+        self.table = torch.zeros(9)
+        self.cache: Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        losses = model(batch).sum(1)
+        self.cache = losses
+        if model.training or not self.in_training:
+            self.table[: len(losses)] = losses
+            model.running_mean += 1
+        return losses.sum(), len(losses)
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return self.scores
+
+
+@pytest.mark.parametrize(
+    ("task", "is_told"),
+    [
+        (Remembers({"accuracy": (1, 2)}), True),
+        (Remembers({"accuracy": (1, 2), "loss": (1, 2)}), False),
+        (Remembers({}, in_training=True), False),
+        (OfOutputs(lambda outputs: (outputs.sum(), len(outputs))), False),
+    ],
+)
+def test_state_that_an_evaluation_would_change_is_told(
+    task: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+    samples = torch.rand(9, 3)
+    check_evaluation(module, lambda numbers: samples[torch.from_numpy(numbers)], 9, "mine.Task")
+    told = "evaluations call loss(), which changes running_mean, task.table: samples"
+    assert (told in caplog.text) == is_told
+    assert is_told or not caplog.text
 
 
 def test_a_trial_leaves_no_trace() -> None:
