@@ -60,11 +60,36 @@ def read_by(world: World) -> list[str]:
             common_digests(splits, splits.train, "cpu")
         found.append(f"{caught.value}")
     drawn = UserDataset(Drawn("train"), 0)
-    assert common_digests(Splits(drawn, drawn), drawn, "cpu")["count"] == "20"
+    assert common_digests(Splits(drawn, drawn), drawn, "cpu") == {"count": "20"}
     assert common_digests(Splits(same, same), same, "cpu") == common_digests(
         Splits(same, drawn), same, "cpu"
     )
     return found
+
+
+class Counted(Rows):
+    """Its samples depend on the number of earlier calls."""
+
+    calls = 0
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        self.calls += 1
+        return torch.full((2,), float(self.calls)), 0
+
+
+class Augmented(Rows):
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.rand(2), 0
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Drawn, True), (Counted, True), (Augmented, False)])
+def test_samples_that_change_with_each_reading_are_told_and_not_compared(
+    kind: type, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = UserDataset(kind("train"), 0)
+    found = common_digests(Splits(source, source), source, "cpu")
+    assert ("some samples, read twice, are not the same" in caplog.text) == is_told
+    assert (found == {"count": "20"}) == is_told
 
 
 def test_processes_that_read_different_data_are_refused() -> None:
