@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import importlib.util
@@ -94,6 +95,8 @@ ROOM = 8192
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from tests.support import zygote; zygote.main()"
 )
+MADV_COLLAPSE = 25
+"""linux/mman.h, since Linux 6.1."""
 HIGH = 512
 """Number from which a command's open files are kept until the zygote's are closed."""
 FIXED = {
@@ -362,6 +365,8 @@ def _serve(connection: socket.socket) -> NoReturn:
             os._exit(0)
         if _threads() == 1:
             request = pickle.loads(message)
+            if TEST_PROCESS in request.argv:
+                _use_large_pages()
             _compose_ahead(request.argv)
             pid = _fork_orphan(connection, request, descriptors)
         else:
@@ -369,6 +374,22 @@ def _serve(connection: socket.socket) -> NoReturn:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(str(pid).encode())
+
+
+@functools.cache
+def _use_large_pages() -> None:
+    """Move the memory of this process into pages of 2 MiB, which takes 1 s; older kernels refuse.
+
+    Each fork copies the table of 120,000 pages otherwise, 16 ms: a command of three processes takes
+    0.77 CPU-s, and 0.66 with large ones.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, inode, *_ = line.split()
+        if rights == "rw-p" and inode == "0":  # no file's
+            begin, end = (int(address, 16) for address in span.split("-"))
+            madvise(begin, end - begin, MADV_COLLAPSE)
 
 
 _composed_ahead: dict[str, Any] = {}
