@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,9 +69,20 @@ class Wrapped(nn.Module):
         assert self._exchange
         return self._exchange
 
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """What a call of the wrapper calls: on one process the model alone.
+
+        torch.compile then traces no frame of the wrapper: with one, a step of BERT-base took 3 to
+        6 ms of 30 longer (H200, torch 2.11).
+        """
+        if self._exchange is None or self._exchange.options is None:
+            return self.module.__call__
+        return self._forward_over_processes
+
+    def _forward_over_processes(self, *inputs: Any, **keywords: Any) -> Any:
         exchange = self._exchange
-        if exchange is None or exchange.options is None:
+        if exchange is None:  # after the session, where torch.compile was given this method
             return self.module(*inputs, **keywords)
         if exchange.is_ready():
             outputs = exchange.forward(inputs, keywords)

@@ -230,6 +230,23 @@ def test_compiled_models_keep_their_names(tmp_path: Path) -> None:
         assert run.resume(model=again) == 0
 
 
+def test_a_compiled_model_is_traced_alone_on_one_process(tmp_path: Path) -> None:
+    """A frame of the wrapper around it took a tenth of a step of BERT."""
+    traced: list[set[str]] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+        traced.append({name.partition("_modules_")[2] for name in names})
+        return graph
+
+    inputs = loops.rows()[0][0][None]
+    torch.compile(loops.net(), backend=backend)(inputs)
+    with opened(World(), tmp_path) as run:
+        torch.compile(run.wrap(loops.net()), backend=backend)(inputs)
+    alone, wrapped = traced
+    assert wrapped == alone
+
+
 def converted(run: Any) -> Weights:
     """A model whose type changes and changes back; gradients for test batches, which one process
     of three lacks, before anything was trained."""
