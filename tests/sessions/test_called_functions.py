@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.watches.carried_numbers import CARRIED
@@ -467,6 +469,44 @@ def count_of_the_run(run: Run) -> None:
                 trainer.optimizer.zero_grad()
 
 
+class Clip:
+    """Clips gradients to the median of all norms so far."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def __call__(self, model: nn.Module) -> None:
+        norm = torch.stack([weight.grad.norm() for weight in model.parameters()]).norm()
+        self.norms.append(norm.item())
+        nn.utils.clip_grad_norm_(model.parameters(), sorted(self.norms)[len(self.norms) // 2])
+
+
+def norms_for_a_clip(run: Run) -> None:
+    trainer = Trainer(run)
+    clip = Clip()
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            trainer.optimizer.zero_grad()
+            run.mean((trainer.model(x).squeeze(1) - y).square()).backward()
+            clip(trainer.model)
+            trainer.optimizer.step()
+
+
+def in_a_deque(run: Run) -> None:
+    """Rows of all processes."""
+    trainer = Trainer(run)
+    queue: deque[Tensor] = deque(maxlen=30)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            losses = (trainer.model(x).squeeze(1) - y).square()
+            if queue:
+                losses = losses + (x @ torch.stack(list(queue)).T).mean(1)
+            trainer.update(losses)
+            queue.extend(ddp_train.all_gather(x)[0])
+
+
 KEPT_IN = [
     (count_for_a_rate, "step"),
     (count_of_a_schedule, "warm_up.t"),
@@ -474,6 +514,8 @@ KEPT_IN = [
     (count_of_an_average, "move.count"),
     (count_of_an_optimizer, "optimizer.t"),
     (count_of_batches, "i"),
+    (norms_for_a_clip, "clip.norms"),
+    (in_a_deque, "queue"),
     (in_a_dict, "state['ema']"),
     (in_a_list, "history"),
     (in_an_object, "trainer.stats.mean"),

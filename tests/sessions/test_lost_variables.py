@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -317,6 +318,33 @@ def with_attribute(run: Run, whole: bool, epochs: int = 5) -> None:
             model.anchor = {"weight": model[0].weight.detach().clone()}
 
 
+def with_best_weights(run: Run, whole: bool, epochs: int = 5) -> None:
+    """Those of the epoch with the best score, which are loaded at the end."""
+    model, optimizer, loader = begun(run)
+    scored = run.test_loader(rows(), batch_size=5)
+    best = saved = 1e9
+    best_weights = copy.deepcopy(model.state_dict())
+    for _ in run.epochs(epochs, whole=whole):
+        total = 0.0
+        for phase in ["train", "validate"]:
+            for x, y in loader if phase == "train" else scored:
+                losses = (model(x).squeeze(1) - y).square()
+                if phase == "train":
+                    optimizer.zero_grad()
+                    run.mean(losses).backward()
+                    optimizer.step()
+                else:
+                    total += losses.sum().item()
+        total = run.sum(total)
+        if total < best:
+            best = total
+            best_weights = copy.deepcopy(model.state_dict())
+        if total < saved and run.rank == 0:
+            saved = total
+            torch.save(model.state_dict(), io.BytesIO())
+    model.load_state_dict(best_weights)
+
+
 OVER_EPOCHS = [
     (with_radius, "self.radius"),
     (with_weight, "weight"),
@@ -325,6 +353,7 @@ OVER_EPOCHS = [
     (with_memory, "pool.rows"),
     (with_anchor, "anchor"),
     (with_attribute, "model.anchor"),
+    (with_best_weights, "best, best_weights, saved"),
 ]
 
 
@@ -430,7 +459,11 @@ def test_containers_of_loaders_are_not_told() -> None:
 
 def test_what_epochs_set_after_their_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Without whole=True too."""
-    for loop, names in ((with_weight, "weight"), (with_best, "best, factor")):
+    for loop, names in (
+        (with_weight, "weight"),
+        (with_best, "best, factor"),
+        (with_best_weights, "best, best_weights, saved"),
+    ):
         caplog.clear()
         with session_on(World()) as run:
             loop(run, whole=False)

@@ -24,10 +24,14 @@ from ddp_train.sessions.watches.code_names import containers_of, dotted, names_i
 from ddp_train.sessions.watches.frame_names import code_of, run_names
 from ddp_train.sessions.wrapped import Wrapped
 
+CLIP = "clip_grad"
+"""The beginning of the names of torch's functions that clip gradients."""
+LOAD = "load_state_dict"
 JUMPS = (ast.Continue, ast.Break)
 WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_groups"}
 """Attributes of models and optimizers whose items are weights, or say how these are updated."""
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
 
 
 @dataclass
@@ -164,6 +168,10 @@ class Flow:
         """Those of them that do not decide alone."""
         return self._with_sources(self.arguments, self.origins)
 
+    def set_at_times(self, names: set[str]) -> set[str]:
+        """Those of some names that are set under conditions."""
+        return {name for name in names if self.sources.get(name) != self.origins.get(name)}
+
     def all_sources(self, names: set[str]) -> set[str]:
         """Names, and all that they come from, at any number of steps."""
         return self._with_sources(names, self.sources)
@@ -184,7 +192,9 @@ class LoopNames:
     """Names that the losses of the innermost loop around a line depend on."""
 
     carried: set[str]
-    """Those that are set in the loop, and read in it before."""
+    """Those that are set in the loop, and read in it before, or loaded behind it."""
+    deciding: set[str]
+    """Those that decide alone whether something is done."""
     used: set[str]
     """Those that the loop uses and does not set."""
     counts: set[str]
@@ -238,8 +248,12 @@ class LoopCode:
         self.functions = functions
         self.loops: list[ast.For | ast.While] = []
         """Outer ones before inner ones."""
+        self.loads_after: list[ast.Call] = []
+        """The calls of `load_state_dict` behind the innermost of them, in its function."""
         with contextlib.suppress(SyntaxError, ValueError):
-            self.loops = _loops_around(ast.parse(code), line)
+            tree = ast.parse(code)
+            self.loops = _loops_around(tree, line)
+            self.loads_after = _loads_after(self.loops[-1:], tree)
 
     @classmethod
     def of_frame(cls, frame: types.FrameType) -> LoopCode:
@@ -266,13 +280,16 @@ class LoopCode:
         self._follow(loop.body, flow)
         if not flow.has_losses:
             return None
+        loaded = set().union(*map(flow.names_in_arguments, self.loads_after))
+        flow.need(loaded, set())
         flow.losses |= flow.jumps
         owners = {"self"}
         if self.functions:
             owners |= self.functions.owners - flow.renewed
         reaching = {name for name in flow.reaching_losses() - owners if not is_local(name)}
         return LoopNames(
-            carried=flow.carried & reaching & flow.sources.keys(),
+            carried=flow.carried & reaching & flow.sources.keys() | flow.set_at_times(loaded),
+            deciding=reaching - flow.reaching_arguments(),
             used=reaching - flow.sources.keys(),
             counts=_counts_of(loop) & flow.reaching_arguments(),
             reaching=reaching,
@@ -396,6 +413,27 @@ def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
         for node in ast.walk(tree)
         if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or 0)
     ]
+
+
+def _loads_after(loops: list[ast.For | ast.While], tree: ast.AST) -> list[ast.Call]:
+    """The calls of `load_state_dict` behind loops, in the innermost function around them."""
+    found: list[ast.Call] = []
+    for loop in loops:
+        end = loop.end_lineno or 0
+        around = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, FUNCTIONS) and node.lineno <= loop.lineno <= (node.end_lineno or 0)
+        ]
+        found += [
+            node
+            for node in ast.walk(around[-1] if around else tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == LOAD
+            and node.lineno > end
+        ]
+    return found
 
 
 def _statements_before(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
@@ -547,6 +585,13 @@ def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:
             case ast.Call(func=ast.Attribute(value=owner, attr=method)):
                 if method.endswith("_"):
                     flow.change_weights(node, owner, conditions)
+                if method.startswith(CLIP) or method == LOAD:
+                    flow.need(flow.names_in_arguments(node), conditions)
+                if method == "save" and dotted(owner) == "torch":
+                    flow.need(set(), conditions)
+            case ast.Call(func=ast.Name(id=function)):
+                if function.startswith(CLIP):
+                    flow.need(flow.names_in_arguments(node), conditions)
             case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
                 flow.change_weights(statement, node, conditions)
 

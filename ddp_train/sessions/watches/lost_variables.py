@@ -116,16 +116,22 @@ class LostVariables:
             names = self._carried(loop, code, places, self.pools, now) | loop.counts
             values = [code.value_of(name) for name in loop.reaching]
             epoch = code.epoch_names(code.head)
-            names |= epoch.passes
+            passes = set(epoch.passes)
             names |= self._needed(epoch.made_from(code.is_wrapped), code, values, places)
             for outer, inner in zip(frames[place + 1 :], frames[place:], strict=False):
                 outer_code = LoopCode.of_frame(outer)
                 epoch = outer_code.epoch_names(outer.f_lineno, called=inner.f_code)
-                names |= epoch.passes
+                passes |= epoch.passes
                 made = epoch.made_from(outer_code.is_wrapped)
                 names |= self._needed(made, outer_code, values, places)
                 made = epoch.arguments_from(outer_code.is_wrapped)
                 names |= self._needed(made, LoopCode.of_frame(inner), values, places)
+            # `for phase in ["train", "val"]` has the steps in one of them.
+            names |= {
+                name
+                for name in passes
+                if name not in loop.deciding or not isinstance(code.value_of(name), str)
+            }
             self.pools = None
             return self._not_told(names)
         return []
@@ -263,7 +269,7 @@ def _place(tensor: Tensor) -> int:
 
 def _may_hold(value: Any) -> bool:
     """Whether an object may be a pool of tensors: a list, a dict, one of a class of the user's."""
-    if isinstance(value, list | dict):
+    if isinstance(value, list | dict | deque):
         return len(value) <= MOST_ITEMS
     if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType):
         return False
