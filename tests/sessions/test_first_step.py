@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import ddp_train
 from ddp_train import noise_like
@@ -31,6 +32,10 @@ from tests.support.session_ranks import session_on
         (lambda: torch.rand(1), True),
         (np.random.rand, True),
         (random.random, True),
+        (lambda: list(DataLoader(rows(), batch_size=5)), False),
+        (lambda: [next(iter(DataLoader(rows()))) for _ in range(9)], False),
+        (lambda: list(DataLoader(rows(), batch_size=5, shuffle=True)), True),
+        (lambda: [list(DataLoader(rows())), torch.rand(1)], True),
     ],
 )
 def test_draws_by_rank_are_told_from_keyed_noise(
@@ -43,6 +48,28 @@ def test_draws_by_rank_are_told_from_keyed_noise(
     with TrainingStep(share=MicroBatch(0, 4, np.arange(2), 2, 1.0, True)):
         draw()
     assert draws.are_by_rank() is are_by_rank
+
+
+def scored_in_a_step(world: World) -> None:
+    """A step that scores its own rows by a plain loader."""
+    with session_on(world) as run:
+        model = run.wrap(net())
+        optimizer = sgd(model)
+        loader = run.loader(rows(), global_batch_size=BATCH)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            for x, y in loader:
+                with torch.no_grad():
+                    scores = [model(part).sum() for part in DataLoader(x, batch_size=2)]
+                run.log("scores", len(scores), over=1)
+                optimizer.zero_grad()
+                run.mean((model(x).squeeze(1) - y).square()).backward()
+                optimizer.step()
+
+
+def test_plain_loaders_in_a_step_are_no_draws(capfd: pytest.CaptureFixture[str]) -> None:
+    on_ranks(3, scored_in_a_step)
+    assert "draws its own random numbers" not in capfd.readouterr().err
 
 
 def own_batches(world: World, kind: str) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import CURRENT
@@ -155,13 +156,42 @@ class DrawsOfStep:
 
     def __init__(self, seed_step: StepSeed) -> None:
         self.seed_step = seed_step
+        self.passes = PlainPasses()
 
     def begin(self, step: int) -> None:
         """Note the generators' states. To be called when they were seeded for this step."""
         self.step = step
         self.others = other_generators()
+        self.marks = CURRENT.marks
+        self.passes.begin()
 
     def are_by_rank(self) -> bool:
-        """True if one of the generators has moved, by more than what keyed noise asks of it."""
-        by_torch = self.seed_step.has_moved(self.step, CURRENT.marks)
+        """True if one of the generators has moved, by more than what keyed noise asks of it, and
+        what torch's loaders draw for processes that they do not have."""
+        self.passes.end()
+        unused = CURRENT.marks - self.marks + self.passes.count
+        by_torch = self.seed_step.has_moved(self.step, unused)
         return by_torch or other_generators() != self.others
+
+
+class PlainPasses:
+    """Counts passes over torch's loaders without processes, between `begin` and `end`.
+
+    Each pass draws a seed as `draw_mark` draws a number, though nobody uses it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.iterate = DataLoader.__iter__
+
+    def begin(self) -> None:
+        def iterate_and_count(loader: DataLoader[Any]) -> Any:
+            if loader.num_workers == 0 and loader.generator is None:
+                self.count += 1
+            return self.iterate(loader)
+
+        self.iterate = DataLoader.__iter__
+        DataLoader.__iter__ = iterate_and_count  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        DataLoader.__iter__ = self.iterate  # type: ignore[method-assign]
