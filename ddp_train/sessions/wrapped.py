@@ -114,6 +114,19 @@ class Wrapped(nn.Module):
         """
         return _itself, (self.module,)
 
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """Set the mode, as torch does, or call the model's own method of this name."""
+        if _is_mode(arguments, keywords):
+            return super().train(*arguments, **keywords)
+        return self.module.train(*arguments, **keywords)
+
+    def eval(self, *arguments: Any, **keywords: Any) -> Any:
+        """Set the mode, as torch does, or call the model's own method of this name."""
+        if arguments or keywords:
+            evaluate: Any = self.module.eval
+            return evaluate(*arguments, **keywords)
+        return super().eval()
+
     def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         return self.module.state_dict(*arguments, **keywords)
 
@@ -154,6 +167,12 @@ class Wrapped(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
+
+
+def _is_mode(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether these are arguments of torch's `Module.train`: at most a bool."""
+    values = [*arguments, *keywords.values()]
+    return len(values) < 2 and all(isinstance(value, bool) for value in values)
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:

@@ -291,6 +291,55 @@ def test_what_changes_after_the_wrap_is_seen(tmp_path: Path) -> None:
         assert "the loss does not depend on 2 parameters: critic.weight, critic.bias" in error
 
 
+class Greedy(nn.Module):
+    """Its methods have names of torch's, as of layers in the forward-forward algorithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = loops.net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs).squeeze(1)
+
+    def train(self, inputs: Any, labels: Any = None) -> Any:  # type: ignore[override]
+        if isinstance(inputs, bool):
+            return super().train(inputs)
+        return (self(inputs) - labels).square()
+
+    def eval(self, inputs: Any = None) -> Any:  # type: ignore[override]
+        return super().eval() if inputs is None else self(inputs)
+
+
+def greedy(run: Any) -> tuple[Weights, list[bool]]:
+    """The weights, and the modes of the model."""
+    torch.manual_seed(0)
+    model = run.wrap(Greedy())
+    optimizer = loops.sgd(model)
+    run.resume(model=model, optimizer=optimizer)
+    loader = run.loader(loops.rows(), global_batch_size=loops.BATCH)
+    modes = []
+    for _ in run.epochs(2):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            run.mean(model.train(inputs, labels)).backward()
+            optimizer.step()
+        assert model.eval(loops.rows().tensors[0]).shape == (20,)
+        modes += [model.training, model.eval().layers.training, model.train(True).layers.training]
+    return loops.weights_of(model=model), modes
+
+
+def greedy_of(world: World) -> tuple[Weights, list[bool]]:
+    with session_on(world) as run:
+        return greedy(run)
+
+
+def test_methods_with_torchs_names_are_the_models_own() -> None:
+    by_hand, _ = greedy(PlainRun())
+    for weights, modes in on_ranks(3, greedy_of):
+        torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-12)
+        assert modes == [True, False, True] * 2
+
+
 @pytest.mark.slow
 def test_the_example_gives_one_loss_on_any_processes(tmp_path: Path) -> None:
     printed = []
