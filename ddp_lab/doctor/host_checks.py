@@ -274,16 +274,18 @@ def run_directory(run_dir: Path) -> Finding:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = f"free some space there, or {remedy}"
         return failure(detail, remedy, WriteError.exit_code)
-    detail = f"{speed / 1e6:,.0f} MB/s, fsync of 4 KiB {1e3 * small:.1f} ms, {_bytes(free)} free"
+    speeds = f"writes {speed / 1e6:,.0f} MB/s, fsync of 4 KiB {1e3 * small:.1f} ms"
     numbers = {"bytes_per_second": speed, "fsync_seconds": small, "free": free}
     if free < FEW_FREE_BYTES:
-        return warning(f"run_dir={run_dir}: {detail}", f"free some space, or {remedy}", **numbers)
+        full = f"run_dir={run_dir}: only {_bytes(free)} free ({speeds})"
+        return warning(full, f"free some space, or {remedy}", **numbers)
     if speed < SLOW_BYTES_PER_SECOND or small > SLOW_FSYNC_SECONDS:
         slow = (
-            f"run_dir={run_dir} is slow: {detail}; a checkpoint of 1 GB takes {1e9 / speed:,.0f} s"
+            f"run_dir={run_dir} is slow: a checkpoint of 1 GB takes {1e9 / speed:,.0f} s"
+            f" ({speeds}, {_bytes(free)} free)"
         )
         return warning(slow, f"{remedy}, or raise checkpoint.every_steps", **numbers)
-    return ok(detail, **numbers)
+    return ok(f"{speeds}, {_bytes(free)} free", **numbers)
 
 
 def _write_speed(path: Path) -> float:

@@ -29,6 +29,10 @@ EXTRA_STATE = "extra_state"
 `get_extra_state` returned."""
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
+NOT_PLAIN = (
+    "cannot be loaded by torch.load(weights_only=True): it is damaged, or holds objects other than"
+    " tensors, numbers, strings, lists and dicts"
+)
 NAMES_SHOWN = 6
 """Names of weights in the message about another model."""
 log = logging.getLogger(__name__)
@@ -235,7 +239,7 @@ def load_training(path: Path) -> dict[str, Any]:
         return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
         raise DataError(
-            f"{path / TRAINING} is not plain data", "use another checkpoint, checkpoint.resume=PATH"
+            f"{path / TRAINING} {NOT_PLAIN}", "use another checkpoint, checkpoint.resume=PATH"
         ) from error
 
 
@@ -263,7 +267,7 @@ def defect_of_state(path: Path) -> str | None:
         # On the device meta, and mapped: reads no tensor.
         torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)
     except (UnpicklingError, RuntimeError):
-        return f"{TRAINING} is not plain data"  # torch's own words are of its options
+        return f"{TRAINING} {NOT_PLAIN}"  # torch's own words are of its options
     return None
 
 

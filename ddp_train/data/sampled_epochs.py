@@ -204,8 +204,9 @@ class EpochsInBatches(SampledEpochs):
         largest = int(np.diff(drawn.cuts).max())
         if largest > self.largest:
             raise DataError(
-                f"{found} a batch of {largest:,} samples, but the batches of all processes"
-                f" together may have at most train.global_batch_size={self.largest}",
+                f"{found} a batch of {largest:,} samples, but a batch sampler yields global"
+                " batches, each to be divided among the processes, of at most"
+                f" train.global_batch_size={self.largest} samples",
                 f"use train.global_batch_size={largest} or more",
             )
         if epoch and len(drawn.numbers) != len(self):

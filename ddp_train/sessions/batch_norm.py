@@ -29,8 +29,8 @@ def update_statistics(steps: Steps, loader: Any, model: nn.Module) -> None:
     """See Run.update_bn. A collective: every process must call it."""
     if not isinstance(loader, TrainingLoader):
         raise UsageError(
-            f"run.update_bn needs the batches of run.loader, but a {type(loader).__name__} gives"
-            " each process its own batches",
+            "run.update_bn needs a run.loader, which divides each batch among the processes; a"
+            f" {type(loader).__name__} does not",
             WAY_OF_UPDATE_BN,
         )
     if isinstance(model, Wrapped):

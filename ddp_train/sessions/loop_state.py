@@ -72,11 +72,12 @@ class LoopState:
         """Raise UsageError if a resumed run trains in an earlier loop than before."""
         if self.loops < self.position.loops:
             raise UsageError(
-                f"the checkpoint was saved in loop {self.position.loops} over run.epochs, but the"
-                f" resumed run trains in loop {self.loops}",
-                "if a `break` ended that loop, let its condition hold again where the run"
-                " resumes: compare the number of the epoch (`if epoch >= 3: break`), or read an"
-                " object that run.resume got. To start over, use a new folder:"
+                f"the checkpoint was saved in loop {self.position.loops} of the script's"
+                " `for ... in run.epochs(...)` loops, but the resumed run is training in loop"
+                f" {self.loops}",
+                f"if a `break` ended loop {self.loops}, its condition must be true again after a"
+                " resume: test the epoch (`if epoch >= 3: break`), or a value in an object that"
+                " you pass to run.resume. To start over, use a new folder:"
                 " ddp_train.session('runs/new')",
             )
 

@@ -33,9 +33,9 @@ SAME_UPDATES = (
     " math.isfinite(run.sum(loss.item())): optimizer.step()"
 )
 WAY_OF_OWN_GRADIENTS = (
-    "For gradients of your own, as the clipped ones of each sample in DP-SGD, use"
-    " torch.autograd.grad, add them up over this process's samples, and set p.grad ="
-    " run.sum(total) / run.sum(len(batch)) on all processes"
+    "If you compute gradients yourself (for example clipped per sample, as in DP-SGD): take them"
+    " with torch.autograd.grad, let total be their sum over this process's samples, and on every"
+    " process set p.grad = run.sum(total) / run.sum(len(batch))"
 )
 
 
@@ -175,8 +175,8 @@ class Updates:
                 check_same_weights(model.module)
         except ModelError as error:
             raise UsageError(
-                "optimizer.step() was called with gradients that the loop itself has set, and after"
-                f" it {error}",
+                "the loop itself set the gradients (p.grad = ...), and after optimizer.step()"
+                f" {error}",
                 f"{WAY_OF_OWN_GRADIENTS}. For noise use ddp_train.noise_like(p, rows='shared'),"
                 " which is the same on all processes",
             ) from error

@@ -455,6 +455,22 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_images_without_classes_is_to_be_sorted(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    words = ["data=image_folder", f"data.root={tmp_path}"]
+    (problem,) = problems_of(*words)
+    assert problem == (
+        f"data.root={tmp_path}: {tmp_path}/train must hold a folder per class; sort the images of"
+        f" {tmp_path}/train into one folder per class, or name the folder that holds train/"
+    )
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    assert problems_of(*words, "data.validation_sets.other=5") == [
+        "data.validation_sets.other=5: must name a folder that has one folder per class: a path"
+        " relative to data.root, or an absolute path"
+    ]
+
+
 def test_a_set_that_is_not_there_is_named() -> None:
     for mode, key in {"evaluate": "evaluate.sets", "predict": "predict.split"}.items():
         value = "[tset]" if mode == "evaluate" else "tset"

@@ -238,7 +238,9 @@ def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
     name = "torch.utils.data.BatchSampler"
     numbers = {"sampler": [*range(20)], "drop_last": False}
     assert len(opened(name, option="batch_sampler", **numbers)) == 20
-    with pytest.raises(DataError, match=r"list gave a batch of 16 .* may have at most"):
+    with pytest.raises(
+        DataError, match=r"list gave a batch of 16 .* global batches, .* of at most"
+    ):
         opened(name, option="batch_sampler", batch_size=16, **numbers)
     with pytest.raises(DataError, match="gave 0, which are not numbers of samples"):
         opened("ByEpoch", option="batch_sampler")

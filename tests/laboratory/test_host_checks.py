@@ -196,7 +196,7 @@ def test_a_run_dir_that_cannot_be_written_fails(tmp_path: Path) -> None:
     is_failure(full, 73, "No space left on device", "free some space")
     is_warning(
         apart(tmpfs(tmp_path, "100m"), host_checks.run_directory, tmp_path),
-        "100.0 MiB free",
+        "only 100.0 MiB free (writes ",
         "another disk",
     )
     assert host_checks.run_directory(tmp_path / "new").numbers["bytes_per_second"] > 0

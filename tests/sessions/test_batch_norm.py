@@ -167,7 +167,7 @@ def by_torch(run: Run) -> None:
 
 MISTAKES = [
     (inside_of_its_loop, "run.update_bn was called inside of the loop over its loader"),
-    (over_test_batches, "run.update_bn needs the batches of run.loader, but a TestLoader gives"),
+    (over_test_batches, "among the processes; a TestLoader does not"),
     (by_torch, "update_bn got a run.loader, whose batches are steps of training"),
 ]
 

@@ -193,4 +193,6 @@ def resumed_in_another_loop(world: World, folder: str) -> str:
 
 def test_a_run_that_resumes_in_another_loop_is_refused(tmp_path: Path) -> None:
     for message in on_ranks(3, resumed_in_another_loop, str(tmp_path)):
-        assert "saved in loop 2 over run.epochs, but the resumed run trains in loop 1" in message
+        assert "loop 2 of the script's `for ... in run.epochs(...)` loops, but the" in message
+        assert "the resumed run is training in loop 1" in message
+        assert "if a `break` ended loop 1, its condition must be true again" in message

@@ -112,7 +112,10 @@ def refusal_of_own_gradients(world: World) -> tuple[str, str]:
 
 def test_gradients_of_one_process_are_refused() -> None:
     for text, remedy in on_ranks(3, refusal_of_own_gradients):
-        assert "gradients that the loop itself has set, and after it the weights are not" in text
+        assert (
+            "itself set the gradients (p.grad = ...), and after optimizer.step() the weights"
+            in text
+        )
         assert "run.sum(total) / run.sum(len(batch))" in remedy
 
 

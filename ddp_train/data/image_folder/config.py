@@ -14,7 +14,9 @@ from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
 from ddp_train.text import shown
 
-A_FOLDER = "a folder below root with one folder per class, or its whole path"
+A_FOLDER = (
+    "a folder that has one folder per class: a path relative to data.root, or an absolute path"
+)
 
 
 @dataclass
@@ -51,16 +53,17 @@ class ImageFolderConfig(LabelledImagesConfig):
         for name in self._folders_read(config):
             folder = Path(self.root, name)
             if not has_folders(folder):
+                remedy = f"name the folder that holds {name}/"
+                if folder.is_dir():
+                    remedy = f"sort the images of {folder} into one folder per class, or {remedy}"
                 yield Problem(
-                    f"data.root={self.root}",
-                    f"{folder} must hold a folder per class",
-                    f"name the folder that holds {name}/",
+                    f"data.root={self.root}", f"{folder} must hold a folder per class", remedy
                 )
                 return
         for key_of_set, given in self.sets_by_key().items():
             found = f"{key_of_set}={shown(given)}"
             if not isinstance(given, str):
-                yield Problem(found, f"must be {A_FOLDER}")
+                yield Problem(found, f"must name {A_FOLDER}")
                 continue
             folder = Path(self.root, given)
             if not has_folders(folder):
@@ -69,7 +72,7 @@ class ImageFolderConfig(LabelledImagesConfig):
                 yield Problem(
                     found,
                     "its images are the training images",
-                    f"name {A_FOLDER}, other than train",
+                    f"name another folder than train: {A_FOLDER}",
                 )
 
     def _folders_read(self, config: Config) -> tuple[str, ...]:

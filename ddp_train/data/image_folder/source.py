@@ -68,7 +68,7 @@ def open_image_set(
     """A further set of images that are scored.
 
     where: key and value that name it, for messages.
-    given: the folder, below `root`, or its whole path.
+    given: the folder, a path relative to `root`, or an absolute one.
     train: the training set, which has the classes.
 
     Raises DataError if they differ.
