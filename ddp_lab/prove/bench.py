@@ -13,7 +13,7 @@ from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
-from ddp_train.assembly.model import build_module, try_user_task
+from ddp_train.assembly.model import build_module, try_user_code
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
@@ -48,7 +48,7 @@ class Bench:
         self.synchronises_batch_norm = bool(getattr(config.strategy, "sync_bn", False))
         self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
         load_named_weights(config, self.module.model, World(), "cpu")
-        try_user_task(config, self.module, self.splits.train, "cpu")
+        try_user_code(config, self.module, self.splits.train, "cpu")
         builder = self._builder(World())
         job = builder.build_job(self.splits)
         self.plan: BatchPlan = dataclasses.replace(job.plan, virtual_shards=None)

@@ -40,6 +40,7 @@ from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.trial import (
     check_evaluation,
     check_loss,
+    check_model,
     check_scores,
     takes_empty_batch,
 )
@@ -168,17 +169,20 @@ def targets_of(source: BatchSource, count: int) -> Tensor:
     return targets
 
 
-def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
-    """Raise ConfigError if the loss or the scores of a task of the user's own are not what they
-    must be."""
-    if not isinstance(config.task, CustomOption):
-        return
+def try_user_code(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
+    """Try a task or a model of the user's own on a few samples.
+
+    Raises ConfigError if the loss or the scores of the task are not what they must be.
+    """
 
     def batch_of(numbers: np.ndarray) -> Any:
         return trial_batch(config, source, numbers, device)
 
-    for check in (check_loss, check_scores, check_evaluation):
-        check(module, batch_of, len(source), f"task._target_={config.task.target}")
+    if isinstance(config.task, CustomOption):
+        for check in (check_loss, check_scores, check_evaluation):
+            check(module, batch_of, len(source), f"task._target_={config.task.target}")
+    elif isinstance(config.model, CustomOption) and not config.strategy.fixes_bits:
+        check_model(module, batch_of, len(source), f"model._target_={config.model.target}")
 
 
 def trial_batch(config: Config, source: BatchSource, numbers: np.ndarray, device: str) -> Any:

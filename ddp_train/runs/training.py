@@ -21,7 +21,7 @@ from ddp_train.assembly.checkpoint_model import facts_of_model
 from ddp_train.assembly.data_digests import common_digests, plan_digests, scored_digests
 from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
-from ddp_train.assembly.model import build_module, try_user_task
+from ddp_train.assembly.model import build_module, try_user_code
 from ddp_train.assembly.optimizer import trained_parameters
 from ddp_train.assembly.plan import warmup_steps
 from ddp_train.assembly.schedule import metric_of, split_of_metric
@@ -161,7 +161,7 @@ class Training:
         origin = None
         if start.checkpoint is None:
             origin = load_named_weights(config, module.model, run.world, run.device)
-        try_user_task(config, module, splits.train, run.device)
+        try_user_code(config, module, splits.train, run.device)
         has_average = config.train.ema_decay is not None
         metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)

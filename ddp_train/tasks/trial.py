@@ -57,6 +57,12 @@ CHANGED_BY_TESTS = (
 CHANGES = "changes the buffer "
 MOST_NAMES = 3
 """The most names that a warning lists."""
+MIXED_BY_MODEL = (
+    "the output for a sample depends on the other samples of its batch: forward uses a mean, a"
+    " maximum or other statistics of the batch, or its padding. Each process has its own samples"
+    " only, so the result depends on the number of processes. To use the samples of all processes,"
+    " take such statistics from `rows, own = ddp_train.all_gather(inputs)`"
+)
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
 
@@ -69,6 +75,10 @@ class LossTrial:
     of_distinct: Sum
     of_each: list[Sum]
     """The sum of each distinct sample by itself."""
+    is_repeatable: bool = True
+    """Neither random numbers nor buffers were touched: else each batch may have others."""
+    has_gathered: bool = False
+    """The loss called `all_gather`."""
 
     def problem(self, task: Task) -> str:
         """The reason why the loss is not a sum over its units, with a remedy; "" if it is."""
@@ -131,6 +141,11 @@ class LossTrial:
         return 0.0
 
     @property
+    def compares_own_samples(self) -> bool:
+        """True if the loss of a sample depends on others of its process."""
+        return self.is_repeatable and not self.has_gathered and self.mixes_samples
+
+    @property
     def mixes_samples(self) -> bool:
         """True if the loss of a batch is not the sum of the losses of its samples by themselves."""
         losses = [loss for loss, _ in self.of_each]
@@ -162,21 +177,8 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     samples: of the data set.
     key: key and value that name the task.
     """
-    numbers = np.arange(min(samples, DISTINCT_SAMPLES))
-
-    def loss_of(batch: np.ndarray) -> Sum:
-        with scored(evaluation_batch(0, batch)):
-            loss, units = module.loss_of(batch_of(batch))
-        return float(loss), float(units)
-
-    gathers = CURRENT.gathers
     try:
-        with undisturbed(module, "the trial of loss()") as effects:
-            trial = LossTrial(
-                of_copies=[loss_of(np.zeros(copies, np.int64)) for copies in COPIES],
-                of_distinct=loss_of(numbers),
-                of_each=[loss_of(number) for number in numbers[:, None]],
-            )
+        trial = _tried(module, batch_of, samples)
     except LaunchError:
         raise
     except Exception as error:  # noqa: BLE001  code of the user's may raise anything
@@ -185,32 +187,69 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     problem = trial.problem(module.task)
     if problem:
         raise ConfigError([f"{key}: {problem}"])
-    problem = _problem_in_training(module, loss_of, trial)
-    if problem:
-        raise ConfigError([f"{key}: in train mode {problem}"])
-    # What draws random numbers draws others for each batch.
-    is_told = ranks() > 1 and CURRENT.gathers == gathers and not effects
-    if is_told and trial.mixes_samples:
+    in_training = _tried_in_training(module, batch_of, samples)
+    if in_training and in_training.is_repeatable:
+        problem = in_training.problem(module.task)
+        if problem:
+            raise ConfigError([f"{key}: in train mode {problem}"])
+    is_told = trial.compares_own_samples or (in_training and in_training.compares_own_samples)
+    if ranks() > 1 and is_told:
         log.warning("%s: %s", key, MIXED)
 
 
-def _problem_in_training(
-    module: ModelWithTask, loss_of: Callable[[np.ndarray], Sum], trial: LossTrial
-) -> str:
-    """The problem of a loss that is a sum in eval mode, but not in train mode; "" without one.
+@torch.no_grad()
+def check_model(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
+    """Warn of a model whose output for a sample depends on others of its process, where there are
+    several.
 
-    Copies tell nothing if the loss draws random numbers, or changes a buffer.
-
-    trial: that in eval mode.
+    samples: of the data set.
+    key: key and value that name the model.
     """
+    if ranks() == 1:
+        return
     try:
-        with undisturbed(module, "the trial of loss()") as effects:
+        trial = _tried(module, batch_of, samples)
+    except LaunchError:
+        raise
+    except Exception as error:  # noqa: BLE001  training itself will raise it, if it is one
+        log.info("no trial of the model: %s: %s", type(error).__name__, first_line(error))
+        return
+    in_training = _tried_in_training(module, batch_of, samples)
+    if trial.compares_own_samples or (in_training and in_training.compares_own_samples):
+        log.warning("%s: %s", key, MIXED_BY_MODEL)
+
+
+def _tried(
+    module: ModelWithTask, batch_of: BatchOf, samples: int, in_training: bool = False
+) -> LossTrial:
+    """Call the loss for a few batches, in eval mode or in train mode. Raises what it raises."""
+    numbers = np.arange(min(samples, DISTINCT_SAMPLES))
+
+    def loss_of(batch: np.ndarray) -> Sum:
+        with scored(evaluation_batch(0, batch)):
+            loss, units = module.loss_of(batch_of(batch))
+        return float(loss), float(units)
+
+    gathers = CURRENT.gathers
+    with undisturbed(module, "the trial of loss()") as effects:
+        if in_training:
             _train_own_layers(module)
-            of_copies = [loss_of(np.zeros(copies, np.int64)) for copies in COPIES]
+        trial = LossTrial(
+            of_copies=[loss_of(np.zeros(copies, np.int64)) for copies in COPIES],
+            of_distinct=loss_of(numbers),
+            of_each=[loss_of(number) for number in numbers[:, None]],
+        )
+    has_gathered = CURRENT.gathers > gathers
+    return replace(trial, is_repeatable=not effects, has_gathered=has_gathered)
+
+
+def _tried_in_training(module: ModelWithTask, batch_of: BatchOf, samples: int) -> LossTrial | None:
+    """The same in train mode; None for what cannot be tried."""
+    try:
+        return _tried(module, batch_of, samples, in_training=True)
     except Exception as error:  # noqa: BLE001  training itself will raise it, if it is one
         log.info("no trial in train mode: %s: %s", type(error).__name__, first_line(error))
-        return ""
-    return "" if effects else replace(trial, of_copies=of_copies).problem(module.task)
+        return None
 
 
 def _train_own_layers(module: ModelWithTask) -> None:

@@ -18,7 +18,13 @@ from ddp_train.data.batch_plan import evaluation_batch
 from ddp_train.errors import ConfigError
 from ddp_train.tasks import trial
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.tasks.trial import check_evaluation, check_loss, check_scores, undisturbed
+from ddp_train.tasks.trial import (
+    check_evaluation,
+    check_loss,
+    check_model,
+    check_scores,
+    undisturbed,
+)
 from ddp_train.tasks.user_task import complete
 from tests.support.task_samples import Returns, Scores
 
@@ -116,6 +122,49 @@ def test_a_loss_that_compares_samples_of_a_process_is_told(
 ) -> None:
     monkeypatch.setattr(trial, "ranks", lambda: ranks)
     tried(OfOutputs(loss))
+    assert (trial.MIXED in caplog.text) == is_told
+
+
+class Coupled(nn.Module):
+    """Its output for a sample depends on those beside it."""
+
+    def __init__(self, centre: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.centre = centre
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.norm(inputs) - self.centre(self, inputs))
+
+
+@pytest.mark.parametrize(
+    ("centre", "ranks", "is_told"),
+    [
+        (lambda model, inputs: inputs.mean(0), 3, True),
+        (lambda model, inputs: inputs.mean(0) if model.training else 0, 3, True),
+        (lambda model, inputs: inputs.mean(0), 1, False),
+        (lambda model, inputs: all_gather(inputs)[0].mean(0), 3, False),
+        (lambda model, inputs: inputs.mean(1, keepdim=True), 3, False),
+        (lambda model, inputs: torch.rand_like(inputs) if model.training else 0, 3, False),
+    ],
+)
+def test_a_model_that_couples_samples_of_a_process_is_told(
+    centre: Any,
+    ranks: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trial, "ranks", lambda: ranks)
+    torch.manual_seed(0)
+    task = OfOutputs(lambda outputs: (outputs.square().sum(), len(outputs)))
+    module = ModelWithTask(Coupled(centre), complete(task), "cpu", None)
+    samples = torch.rand(9, 3)
+    batch_of = lambda numbers: samples[torch.from_numpy(numbers)]  # noqa: E731
+    check_model(module, batch_of, 9, "model._target_=mine.Net")
+    assert (f"model._target_=mine.Net: {trial.MIXED_BY_MODEL}" in caplog.text) == is_told
+    check_loss(module, batch_of, 9, "task._target_=mine.Task")
     assert (trial.MIXED in caplog.text) == is_told
 
 
