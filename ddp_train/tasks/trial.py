@@ -54,6 +54,11 @@ CHANGED_BY_TESTS = (
     " test set change it too. Return {{'loss': (sum, units), ...}} from score(), or let loss()"
     " change it only if model.training"
 )
+KEPT_BY_SCORE = (
+    "score() changes {}: each process scores batches of its own, so what is kept there is of these"
+    " alone, and a metric that derive() or a hook makes of it depends on the number of processes."
+    " Return sums from score(), or use metrics=[{{_target_: torchmetrics.NAME}}]"
+)
 CHANGES = "changes the buffer "
 MOST_NAMES = 3
 """The most names that a warning lists."""
@@ -244,9 +249,10 @@ def _tried(
 
 
 def _tried_in_training(module: ModelWithTask, batch_of: BatchOf, samples: int) -> LossTrial | None:
-    """The same in train mode; None for what cannot be tried."""
+    """The same in train mode, with gradients; None for what cannot be tried."""
     try:
-        return _tried(module, batch_of, samples, in_training=True)
+        with torch.enable_grad():
+            return _tried(module, batch_of, samples, in_training=True)
     except Exception as error:  # noqa: BLE001  training itself will raise it, if it is one
         log.info("no trial in train mode: %s: %s", type(error).__name__, first_line(error))
         return None
@@ -327,7 +333,10 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
 @torch.no_grad()
 def check_evaluation(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
     """Warn if test samples would change what `loss` keeps, since evaluations call it for a `score`
-    without an entry "loss"; the parameters are those of `check_loss`."""
+    without an entry "loss", and of what `score` keeps on several processes.
+
+    The parameters are those of `check_loss`.
+    """
     task = module.task
 
     def score() -> ScoreSums:
@@ -338,6 +347,9 @@ def check_evaluation(module: ModelWithTask, batch_of: BatchOf, samples: int, key
     try:
         batch = batch_of(np.arange(min(samples, DISTINCT_SAMPLES)))
         scores, of_score = _changes(module, score)
+        kept = sorted(name for name in of_score if name.startswith("task."))
+        if kept and ranks() > 1:
+            log.warning("%s: %s", key, KEPT_BY_SCORE.format(", ".join(kept[:MOST_NAMES])))
         if "loss" in scores:
             return
         _, of_loss = _changes(module, lambda: module.loss_of(batch))

@@ -205,6 +205,10 @@ def of_torch() -> nn.Module:
     [
         (penalised, "of which 0.5 does not grow with the batch"),
         (lambda outputs: (outputs.mean(), len(outputs)), "that is a mean, not a sum"),
+        (
+            lambda outputs: (outputs.sum() + 0.5 * outputs.requires_grad, len(outputs)),
+            "of which 0.5 does not grow with the batch",
+        ),
     ],
 )
 def test_a_loss_that_is_no_sum_in_train_mode_alone_is_refused(loss: Any, message: str) -> None:
@@ -326,6 +330,35 @@ def test_state_that_an_evaluation_would_change_is_told(
     check_evaluation(module, lambda numbers: samples[torch.from_numpy(numbers)], 9, "mine.Task")
     told = "evaluations call loss(), which changes running_mean, task.table: samples"
     assert (told in caplog.text) == is_told
+    assert is_told or not caplog.text
+
+
+class Collects:
+    """Keeps its outputs for a metric of the whole set."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return model(batch).sum(), len(batch)
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        self.outputs.append(model(batch))
+        return {"loss": (self.outputs[-1].sum(), len(batch))}
+
+
+@pytest.mark.parametrize(("ranks", "is_told"), [(3, True), (1, False)])
+def test_what_a_score_collects_on_each_process_is_told(
+    ranks: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trial, "ranks", lambda: ranks)
+    module = ModelWithTask(nn.BatchNorm1d(3), complete(Collects()), "cpu", None)
+    samples = torch.rand(9, 3)
+    check_evaluation(module, lambda numbers: samples[torch.from_numpy(numbers)], 9, "mine.Task")
+    assert ("mine.Task: score() changes task.outputs: each process" in caplog.text) == is_told
     assert is_told or not caplog.text
 
 
