@@ -47,7 +47,7 @@ class Epochs:
         self.seed = seed
         self.samples = len(dataset)
         self.current: int | None = None
-        self.listeners = list(_told_of_epochs(dataset))
+        self.listeners = list(told_of_epochs(dataset))
 
     def enter(self, epoch: int | None) -> None:
         """Tell the epoch unless it is the current one; None: that of scored samples.
@@ -149,14 +149,14 @@ class AttributeWatch:
             )
 
 
-def _told_of_epochs(dataset: Any) -> Iterator[Callable[[int], Any]]:
+def told_of_epochs(dataset: Any) -> Iterator[Callable[[int], Any]]:
     """The methods set_epoch of a data set, or of those that it consists of."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         yield set_epoch
         return
     for part in _parts(dataset):
-        yield from _told_of_epochs(part)
+        yield from told_of_epochs(part)
 
 
 def _parts(dataset: Any) -> list[Any]:

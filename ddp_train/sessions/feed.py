@@ -90,6 +90,8 @@ class NumberedFeed:
         self.source = source
         self.batches = batches
         self.facts = facts
+        self.data_epochs = steps.watches.data_epochs
+        self.epoch_methods = self.data_epochs.methods_of(source)
         self.shares = PassShares(batches, steps.world)
         self.reported = reported_batches(steps, source, self.shares, options)
 
@@ -102,6 +104,7 @@ class NumberedFeed:
     def begin(self, begun: Pass, first: int) -> None:
         what = "run.loader: the number of samples"
         same_everywhere(len(self.source), self.device, what, SAME_LENGTH)
+        self.data_epochs.begin_pass(self.epoch_methods, self.source, begun.epoch)
         self.batches.begin(begun)
         self.shares.begin(begun, first)
 

@@ -16,6 +16,7 @@ from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.loop_state import LoopState
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.session_loaders import SessionLoaders
+from ddp_train.sessions.watches.data_epochs import DataEpochs
 from ddp_train.sessions.watches.first_epoch import FirstEpoch
 from ddp_train.sessions.watches.first_step import FirstStep
 from ddp_train.sessions.watches.loop_generators import LoopGenerators
@@ -37,6 +38,7 @@ class Watches:
         self.loaders = loaders
         self.world = world
         self.scores = ScoreWatch()
+        self.data_epochs = DataEpochs()
         self.first_step: FirstStep | None = FirstStep(models, seed_step, world)
         """None when this process has done a step."""
         self.first_epoch: FirstEpoch | None = None
