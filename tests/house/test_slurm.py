@@ -203,6 +203,43 @@ def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
     assert (tmp_path / "told").exists() == requeued
 
 
+@pytest.mark.parametrize(("restarts", "told"), [(99, "requeue 7"), (100, "cancel 7")])
+def test_nodes_without_the_script_requeue_no_oftener(
+    tmp_path: Path, restarts: int, told: str
+) -> None:
+    srun = """
+        while [[ $1 == -* ]]; do shift; done
+        touch here/meeting_point.json
+        "$@"
+        exit 1
+    """
+    programs = {
+        "srun": srun,
+        "launcher": "exit 75",
+        "sleep": "true",
+        "scontrol": 'echo "$@" >> told',
+        "scancel": 'echo "cancel $@" >> told',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "here").mkdir()
+    subprocess.run(
+        ["bash", ROOT / TRAIN, "run_dir=here", "launch.nnodes=2:4"],
+        cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "PYTHON": str(tmp_path / "launcher"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+            "SLURM_STEP_LAUNCHER_PORT": "1",
+        },
+    )
+    assert (tmp_path / "told").read_text().strip() == told
+
+
 # --- a cluster ------------------------------------------------------------------------------------
 
 
