@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ddp_train.distributed.process_group import side_group
 from ddp_train.distributed.training_step import ALL_GATHER, CURRENT
@@ -16,7 +15,7 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
 def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Collect the rows of all processes, with gradients.
+    """Collect the rows of all processes, with gradients of any order.
 
     Every process must call it at the same place and use the rows in its loss: the backward pass is
     a collective too.
@@ -108,12 +107,28 @@ class _Gather(torch.autograd.Function):
         return torch.cat([part[:size] for part, size in zip(rows, sizes, strict=True)])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        own: Tensor = _SumOfOwnRows.apply(gradients[0], ctx.sizes, ctx.group)  # type: ignore[assignment]
+        return own, None, None
+
+
+class _SumOfOwnRows(torch.autograd.Function):
+    """This process's rows of the sum over all processes. Each process takes its rows from what all
+    have, so the gradient has the rows of all."""
+
+    @staticmethod
+    def forward(ctx: Any, of_all: Tensor, sizes: list[int], group: Any) -> Tensor:
+        ctx.sizes = sizes
+        ctx.group = group
         rank = dist.get_rank()
         # A sum in half precision would be rounded each time.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        whole = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        start = sum(ctx.sizes[:rank])
-        return whole[start : start + ctx.sizes[rank]].to(gradient.dtype), None, None
+        wide = torch.promote_types(of_all.dtype, torch.float32)
+        whole = of_all.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=group)
+        start = sum(sizes[:rank])
+        return whole[start : start + sizes[rank]].to(of_all.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        rows: Tensor = _Gather.apply(gradients[0], ctx.sizes, ctx.group)  # type: ignore[assignment]
+        return rows, None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,3 +84,48 @@ def of_inputs(world: World) -> bool:
 
 def test_gradients_of_inputs_may_have_a_graph() -> None:
     assert all(on_ranks(3, of_inputs))
+
+
+class Critic(nn.Module):
+    """A discriminator that adds to each sample the spread of the whole batch, see
+    "Progressive growing of GANs" (arXiv:1710.10196)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(3, 4)
+        self.score = nn.Linear(5, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = torch.tanh(self.features(inputs))
+        rows, _ = ddp_train.all_gather(features)
+        spread = rows.std(0, unbiased=False).mean().expand(len(inputs), 1)
+        return self.score(torch.cat([features, spread], 1))
+
+
+def penalised(world: World, make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """The state of a model that is trained with a gradient penalty, R1 (arXiv:1801.04406)."""
+    torch.manual_seed(0)
+    with session_on(world) as run:
+        model = run.wrap(make().double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = run.loader(INPUTS, global_batch_size=4)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(2):
+            for batch in loader:
+                inputs = batch.clone().requires_grad_()
+                scores = model(inputs)
+                (slopes,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+                optimizer.zero_grad()
+                run.mean(slopes.square().sum(1) + scores.square()[:, 0]).backward()
+                optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("make", [Critic])
+def test_gradient_penalties_are_those_of_one_process(
+    ranks: int, make: Callable[[], nn.Module]
+) -> None:
+    (expected,) = on_ranks(1, penalised, make)
+    for state in on_ranks(ranks, penalised, make):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
