@@ -35,8 +35,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.num_batches_tracked = like.num_batches_tracked
         self.train(like.training)
         # Never inside a compiled graph: torch 2.11 got the gradients wrong there, without a word.
-        self.total_over_ranks: Callable[[Tensor], Tensor] = torch.compiler.disable(
-            _TotalOverRanks.apply  # type: ignore[arg-type]
+        self.total_over_ranks: Callable[[Tensor], Tensor] = torch.compiler.disable(  # type: ignore[assignment]
+            _total_of_samples
         )
 
     def forward(self, input: Tensor) -> Tensor:
@@ -149,20 +149,25 @@ def synchronised_on(device: str, module: nn.Module) -> nn.Module:
 
 
 class _TotalOverRanks(torch.autograd.Function):
-    """The sum over all processes, but for those with a stand-in.
+    """The sum over all processes of what each one has, times a factor of its own.
 
     Each local value is part of the result on every rank, so its gradient is the sum of all ranks'
-    gradients.
+    gradients: such a sum again, which can be differentiated too.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        counts = CURRENT.step is None or CURRENT.step.counts
-        # A factor, not a branch: every rank's backward pass must reach the exchange.
-        ctx.factor = float(counts)
-        return total(local * ctx.factor)
+    def forward(ctx: Any, local: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return total(local * factor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        whole = total(gradients[0].clone(memory_format=torch.contiguous_format))
-        return whole * ctx.factor
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole: Tensor = _TotalOverRanks.apply(gradients[0], 1.0)  # type: ignore[assignment]
+        return whole * ctx.factor, None
+
+
+def _total_of_samples(local: Tensor) -> Tensor:
+    """The sum over all processes, but for those with a stand-in."""
+    counts = CURRENT.step is None or CURRENT.step.counts
+    # A factor, not a branch: every rank's backward pass must reach the exchange.
+    return _TotalOverRanks.apply(local, float(counts))  # type: ignore[return-value]

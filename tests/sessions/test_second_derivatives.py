@@ -102,6 +102,10 @@ class Critic(nn.Module):
         return self.score(torch.cat([features, spread], 1))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
 def penalised(world: World, make: Callable[[], nn.Module]) -> dict[str, Tensor]:
     """The state of a model that is trained with a gradient penalty, R1 (arXiv:1801.04406)."""
     torch.manual_seed(0)
@@ -122,7 +126,7 @@ def penalised(world: World, make: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("make", [Critic])
+@pytest.mark.parametrize("make", [Critic, normed])
 def test_gradient_penalties_are_those_of_one_process(
     ranks: int, make: Callable[[], nn.Module]
 ) -> None:
