@@ -19,7 +19,7 @@ from ddp_train.distributed.world import World
 from ddp_train.sessions import training_loader
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.watches.carried_names import LoopCode
-from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS
+from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS, MADE_AGAIN
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on, told_by
@@ -405,6 +405,72 @@ def in_a_branch(run: Run) -> None:
 def told_in_epochs(world: World, loop: Callable[[Run], None]) -> list[str]:
     messages, _ = told_by(world, loop)
     return messages
+
+
+def with_masks(run: Run) -> None:
+    """A lottery ticket: pruned between two loops over epochs."""
+    model, optimizer, loader = begun(run)
+    masks: dict[str, Tensor] = {}
+    for _ in run.epochs(2):
+        trained_on(run, model, optimizer, loader)
+    for name, weight in model.named_parameters():
+        masks[name] = (weight.abs() > weight.abs().mean()).double()
+    for _ in run.epochs(4):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.mean((model(x).squeeze(1) - y).square()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    weight.mul_(masks[name])
+
+
+def in_tasks(run: Run) -> None:
+    model, optimizer, loader = begun(run)
+    anchor: Any = None
+    for task in range(2):
+        for _ in run.epochs(2 * task + 2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = run.mean((model(x).squeeze(1) - y).square())
+                if anchor is not None:
+                    loss = loss + anchor.penalty(model)
+                loss.backward()
+                optimizer.step()
+        anchor = Anchor(model)
+
+
+def behind_resume(run: Run) -> None:
+    """Beside what is made earlier, parameters, their number, and a tensor of a size."""
+    model: Any = run.wrap(net())
+    first = Anchor(model)
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    anchor = Anchor(model)
+    teacher = copy.deepcopy(model)
+    model.width = 4
+    steps = torch.ones(model.width, 1).double().cumsum(0).squeeze(1)
+    parameters = list(model.parameters())
+    scale = torch.ones(1) / sum(weight.numel() for weight in parameters)
+    for _ in run.epochs(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses = (model(x * steps).squeeze(1) - y).square() - teacher(x).detach().squeeze(1)
+            penalty = anchor.penalty(model) + first.penalty(model) + parameters[0].sum()
+            loss = run.mean(losses) + scale.sum() * penalty
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [(with_masks, "masks"), (in_tasks, "anchor"), (behind_resume, "anchor, teacher")],
+)
+def test_what_a_resumed_run_makes_of_other_weights_is_told(
+    loop: Callable[[Run], None], names: str
+) -> None:
+    assert on_ranks(3, told_in_epochs, loop) == [[MADE_AGAIN % names], [], []]
 
 
 def aimed(run: Run, model: Any, optimizer: Any, inputs: Tensor, aims: Tensor) -> None:

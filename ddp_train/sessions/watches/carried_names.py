@@ -19,8 +19,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_train.sessions.watches.called_functions import CalledFunctions, is_local
-from ddp_train.sessions.watches.code_names import containers_of, dotted, names_in, owner_of
+from ddp_train.sessions.watches.called_functions import CalledFunctions, FunctionNode, is_local
+from ddp_train.sessions.watches.code_names import (
+    containers_of,
+    dotted,
+    names_in,
+    owner_of,
+    owners_of,
+)
 from ddp_train.sessions.watches.frame_names import code_of, run_names
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -30,6 +36,8 @@ LOAD = "load_state_dict"
 JUMPS = (ast.Continue, ast.Break)
 WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_groups"}
 """Attributes of models and optimizers whose items are weights, or say how these are updated."""
+SIZES = (int, float, str, tuple, list)
+"""Types of attributes of a model that are no weights."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
 
@@ -248,12 +256,17 @@ class LoopCode:
         self.functions = functions
         self.loops: list[ast.For | ast.While] = []
         """Outer ones before inner ones."""
+        self.beside: list[ast.stmt] = []
+        """The statements around the innermost of them that a resumed run does with its weights."""
         self.loads_after: list[ast.Call] = []
         """The calls of `load_state_dict` behind the innermost of them, in its function."""
         with contextlib.suppress(SyntaxError, ValueError):
             tree = ast.parse(code)
             self.loops = _loops_around(tree, line)
-            self.loads_after = _loads_after(self.loops[-1:], tree)
+            if self.loops:
+                scope = _scope_of(self.loops[-1], tree)
+                self.loads_after = _loads_after(self.loops[-1], scope)
+                self.beside = _beside_epochs(self.loops, scope, run_names)
 
     @classmethod
     def of_frame(cls, frame: types.FrameType) -> LoopCode:
@@ -338,6 +351,29 @@ class LoopCode:
         }
         return EpochNames(before, passes, arguments)
 
+    def made_beside_epochs(self) -> set[str]:
+        """Names that are made from a model that was resumed, outside of the epochs: behind
+        `run.resume`, or behind an earlier loop over epochs.
+
+        To be called where the loop over epochs is the innermost.
+        """
+        flow = self._new_flow()
+        self._follow(self.beside, flow)
+        return {
+            name
+            for name, sources in flow.sources.items()
+            if not is_local(name) and self._is_of_weights(flow.all_sources(sources))
+        }
+
+    def _is_of_weights(self, sources: set[str]) -> bool:
+        """Whether names have a model among them, and not alone for its numbers and texts."""
+        owners = set().union(*map(owners_of, sources))
+        for name in filter(self.is_wrapped, sources):
+            parts = [one for one in sources - owners if name in owners_of(one)]
+            if not parts or any(not isinstance(self.value_of(one), SIZES) for one in parts):
+                return True
+        return False
+
     def is_summed_after_steps(self, line: int) -> bool:
         """Whether a line in an epoch adds up, by `run.sum`, what a model gave before its steps."""
         epochs = [loop for loop in self.loops if _is_epochs_loop(loop, self.run_names)]
@@ -415,25 +451,55 @@ def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
     ]
 
 
-def _loads_after(loops: list[ast.For | ast.While], tree: ast.AST) -> list[ast.Call]:
-    """The calls of `load_state_dict` behind loops, in the innermost function around them."""
-    found: list[ast.Call] = []
-    for loop in loops:
-        end = loop.end_lineno or 0
-        around = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, FUNCTIONS) and node.lineno <= loop.lineno <= (node.end_lineno or 0)
-        ]
-        found += [
-            node
-            for node in ast.walk(around[-1] if around else tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == LOAD
-            and node.lineno > end
-        ]
-    return found
+def _scope_of(loop: ast.For | ast.While, tree: ast.Module) -> ast.Module | FunctionNode:
+    """The innermost function around a loop, or the module."""
+    scope: ast.Module | FunctionNode = tree
+    for node in ast.walk(tree):  # outer ones before inner ones
+        if isinstance(node, FUNCTIONS) and node.lineno <= loop.lineno <= (node.end_lineno or 0):
+            scope = node
+    return scope
+
+
+def _loads_after(loop: ast.For | ast.While, scope: ast.AST) -> list[ast.Call]:
+    """The calls of `load_state_dict` behind a loop."""
+    return [
+        node
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == LOAD
+        and node.lineno > (loop.end_lineno or 0)
+    ]
+
+
+def _beside_epochs(
+    loops: list[ast.For | ast.While], scope: ast.Module | FunctionNode, run_names: set[str]
+) -> list[ast.stmt]:
+    """The statements that a resumed run does with resumed weights around its loop over epochs.
+
+    loops: that loop, and those around it, outer ones first.
+    """
+    epochs = loops[-1]
+    if not _is_epochs_loop(epochs, run_names):
+        return []
+    outer = loops[0]
+    before = [*_statements_before(scope.body, outer.lineno)]
+    first = len(before)
+    for place, statement in reversed([*enumerate(before)]):
+        is_resume = any(
+            isinstance(node, ast.Attribute)
+            and node.attr == "resume"
+            and dotted(node.value) in run_names
+            for node in ast.walk(statement)
+        )
+        if is_resume or _is_epochs_loop(statement, run_names):
+            first = place + 1
+            if is_resume:
+                break
+    beside = [part for part in before[first:] if not _is_epochs_loop(part, run_names)]
+    if outer is not epochs:
+        beside += [part for part in outer.body if part.end_lineno != epochs.end_lineno]
+    return beside
 
 
 def _statements_before(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
@@ -464,7 +530,7 @@ def _is_epochs(items: ast.expr, run_names: set[str]) -> bool:
     )
 
 
-def _is_epochs_loop(loop: ast.For | ast.While, run_names: set[str]) -> bool:
+def _is_epochs_loop(loop: ast.stmt, run_names: set[str]) -> bool:
     return isinstance(loop, ast.For) and _is_epochs(loop.iter, run_names)
 
 

@@ -18,7 +18,12 @@ from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.watches.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.watches.counts_beside_copies import COUNTS, CountsBesideCopies
 from ddp_train.sessions.watches.first_step import SAME_ROWS
-from ddp_train.sessions.watches.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
+from ddp_train.sessions.watches.lost_variables import (
+    LOST,
+    LOST_OVER_EPOCHS,
+    MADE_AGAIN,
+    LostVariables,
+)
 from ddp_train.sessions.watches.padded_images import PaddedImages
 from ddp_train.sessions.watches.row_tables import RowTables, warning_of
 
@@ -105,6 +110,9 @@ class FirstEpoch:
             names = self.lost.look_over_epochs()
             if names:
                 log.warning(LOST_OVER_EPOCHS, ", ".join(names))
+            names = self.lost.look_beside_epochs()
+            if names:
+                log.warning(MADE_AGAIN, ", ".join(names))
             self.looks_at_steps = not self.whole
 
     def compare(self, device: str) -> None:

@@ -3,7 +3,8 @@
 A hidden state that goes from batch to batch, a pool of earlier images, the number of a pass,
 rollouts or a copy of the model that were made at the beginning of the epoch: a run that is resumed
 inside of an epoch begins without them. A threshold, a running centre, a weight of a loss that goes
-on from epoch to epoch is lost at the end of one too. They are found in the code of the loop over
+on from epoch to epoch is lost at the end of one too. A mask that is made from the weights between
+two loops over epochs is made again, from others. They are found in the code of the loop over
 batches, of the functions that it calls, and of the loop over epochs.
 """
 
@@ -39,6 +40,12 @@ LOST_OVER_EPOCHS = (
     "%s: in no checkpoint, but later epochs need it. A resumed run starts without it, and ends"
     " with other weights. Keep it in an object with state_dict and load_state_dict, and pass that"
     " to run.resume (a count of steps is run.step)"
+)
+MADE_AGAIN = (
+    "%s: made from the model after run.resume, outside of the epochs. A resumed run makes it again,"
+    " from the weights that it resumes with, and ends with other weights. Make it before"
+    " run.resume, or keep it in an object with state_dict and load_state_dict, pass that to"
+    " run.resume, and fill it only if it is empty"
 )
 MOST_ITEMS = 10_000
 """The longest list or dict that is looked into."""
@@ -99,6 +106,35 @@ class LostVariables:
             self.pools_of_epochs = now
             return self._not_told(names)
         return []
+
+    def look_beside_epochs(self) -> list[str]:
+        """The names of what losses need and is made from a model outside of the epochs, where a
+        resumed run has other weights; but for those told before.
+
+        To be called where `look_over_epochs` is.
+        """
+        for frame in user_frames():
+            code = LoopCode.of_frame(frame)
+            loop = code.loop_names()
+            if loop is None:
+                continue
+            places = self._saved_places()
+            made = LoopCode.of_frame(frame).made_beside_epochs()
+            needed = {name for name in made if {name, *_parts(name, loop.reaching)} & loop.reaching}
+            lost = {name for name in needed if self._has_lost_weights(name, code, places)}
+            return self._not_told(lost)
+        return []
+
+    def _has_lost_weights(self, name: str, code: LoopCode, places: set[int]) -> bool:
+        """Whether a name has tensors that are not saved. Those with one number are no weights."""
+        value = code.value_of(name)
+        if self._is_saved(name, code):
+            return False
+        if isinstance(value, nn.Module):
+            found = [*value.parameters(), *value.buffers()]
+        else:
+            found = islice(tensors(value), MOST_TENSORS)
+        return any(_place(one) not in places and _varies(one) for one in found)
 
     def look(self) -> list[str] | None:
         """The names, once it was called after two steps; None before."""
@@ -211,6 +247,11 @@ class LostVariables:
         return False
 
 
+def _parts(name: str, names: set[str]) -> set[str]:
+    """Those of some names that are attributes or items of one."""
+    return {one for one in names if name in owners_of(one)}
+
+
 def _is_in_state(holder: Any, name: str) -> bool:
     """Whether what run.resume got saves an attribute. name: "" for all of it."""
     if isinstance(holder, Wrapped) and name != "module":
@@ -265,6 +306,13 @@ def _place(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
+
+
+def _varies(tensor: Tensor) -> bool:
+    """Whether a tensor has different real numbers."""
+    if not tensor.is_floating_point() or tensor.numel() < 2:
+        return False
+    return bool((tensor != tensor.reshape(-1)[0]).any())
 
 
 def _may_hold(value: Any) -> bool:
