@@ -127,6 +127,17 @@ class Wrapped(nn.Module):
             return evaluate(*arguments, **keywords)
         return super().eval()
 
+    # What is registered is the model's, whose state_dict is saved.
+
+    def register_buffer(self, *arguments: Any, **keywords: Any) -> None:
+        self.module.register_buffer(*arguments, **keywords)
+
+    def register_parameter(self, *arguments: Any, **keywords: Any) -> None:
+        self.module.register_parameter(*arguments, **keywords)
+
+    def add_module(self, *arguments: Any, **keywords: Any) -> None:
+        self.module.add_module(*arguments, **keywords)
+
     def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         return self.module.state_dict(*arguments, **keywords)
 

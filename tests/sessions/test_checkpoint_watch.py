@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions.watches import checkpoint_watch
+from ddp_train.sessions.watches.checkpoint_watch import ADDED
 from tests.sessions.loops import net, rows
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
@@ -134,3 +136,28 @@ def test_an_attribute_that_changes_late_is_told_in_its_epoch(save_every: int) ->
         (2, "model.is_frozen"),
         (3, "model.count"),
     ]
+
+
+def told_of_added(world: World) -> list[str]:
+    """What is told of buffers that the loop adds where a task ends."""
+    messages = messages_of_watch()
+    with session_on(world) as run:
+        model = run.wrap(net())
+        model.register_buffer("scale", torch.ones(1))
+        assert "scale" in model.state_dict()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loader = run.loader(rows(), global_batch_size=6)
+        run.resume(model=model, optimizer=optimizer)
+        for epoch in run.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                run.mean((model(x).squeeze(1) - y).square()).backward()
+                optimizer.step()
+            if epoch > 0:
+                model.register_buffer("anchor", model[0].weight.detach().clone())
+    return messages
+
+
+def test_a_buffer_that_the_loop_adds_is_told_once() -> None:
+    leader, *_ = on_ranks(3, told_of_added)
+    assert leader == [ADDED % "anchor"]

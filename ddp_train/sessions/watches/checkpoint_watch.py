@@ -32,6 +32,11 @@ BATCH_NORM_APART = (
     "not the same on all processes. A batch norm in train mode that run.wrap did not get uses"
     " each process's own samples, so the result depends on the number of processes"
 )
+ADDED = (
+    "%s: added to the model after run.resume. A resumed run calls run.resume without it, so its"
+    " value is lost, or the checkpoint is refused. Add it before run.resume (a buffer of zeros,"
+    " which the loop sets later)"
+)
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
 
@@ -51,6 +56,8 @@ class CheckpointWatch:
         self.objects = objects
         self.device = device
         self.keep = keep
+        self.names = set(module.state_dict())
+        """Weights and buffers of the models at start, and those that were named."""
         self.state_at_start = unsaved_state(module, objects)
         self.state_before: dict[str, str] | None = self.state_at_start
         """The state with which the first batch of an epoch began: in the first epoch that at start.
@@ -99,7 +106,11 @@ class CheckpointWatch:
             self.state_before = unsaved_state(self.module, self.objects)
 
     def end_epoch(self) -> None:
-        """Name what an epoch has changed and no checkpoint holds. A collective."""
+        """Name what an epoch has added or changed and a resumed run loses. A collective."""
+        added = sorted(self.module.state_dict().keys() - self.names)
+        if added:
+            self.names.update(added)
+            log.warning(ADDED, ", ".join(added[:MOST_NAMES]))
         self.warn_of_unsaved_state()
         self.state_before = None
 
