@@ -64,8 +64,10 @@ def problem_of_state(state: Any) -> str:
 
 
 def problem_of_extra_state(model: nn.Module) -> str:
-    """Why no checkpoint could be read with what a model's modules keep beside tensors; "" if one
-    could."""
+    """Check what `get_extra_state` of a model's modules returns.
+
+    Returns why a checkpoint with it could not be read again; "" if it could.
+    """
     for name, value in model.state_dict().items():
         try:
             plain_extra_state(name, value)

@@ -106,13 +106,15 @@ class _Fetches:
     """None for samples that are scored."""
 
     def fetched(self, numbers: np.ndarray | None = None) -> list[Any]:
-        """Each sample as a batch of its own. numbers: their order, if it is another."""
+        """Fetch each sample as a batch of its own.
+
+        numbers: the samples in the order in which they are fetched; None: that of `self.numbers`.
+        """
         order = self.numbers if numbers is None else numbers
         return [self.source.get_batch(np.array([number]), self.epoch) for number in order]
 
     def differing(self) -> list[int]:
-        """The numbers of samples that are something else when they are fetched again, in another
-        order."""
+        """The numbers of samples that differ when all are fetched again, in reverse order."""
         first = self.fetched()
         again = self.fetched(self.numbers[::-1])[::-1]
         triples = zip(self.numbers, first, again, strict=True)
@@ -122,7 +124,12 @@ class _Fetches:
 def _training_samples(
     source: BatchSource, numbers: np.ndarray, unseen: int, initial_state: dict[str, str]
 ) -> Finding:
-    """unseen: the number of a sample that nobody has fetched."""
+    """Check that samples of the training set are the same when they are read again.
+
+    numbers: the samples to read.
+    unseen: the number of a sample that nobody has fetched.
+    initial_state: the state of the data source before anything was fetched, for `changed`.
+    """
     fetches = _Fetches(source, numbers, 0)
     differing = fetches.differing()
     if differing:
@@ -163,9 +170,14 @@ def _unequal(one: Any, other: Any) -> bool:
 
 
 def _differing_samples(fetches: _Fetches, before: dict[str, str], about: str) -> Finding:
-    """The finding that names the part of the data which makes a sample differ, and by what.
+    """Find out why a sample is not the same when it is fetched again.
 
-    before: the state of the source before anything was fetched.
+    fetches: samples, of which at least one differs.
+    before: the state of the data source before anything was fetched, for `changed`.
+    about: the sample that differs, for the message.
+
+    Returns a finding that names the part at fault (data set, transform or collate_fn) and the
+    cause.
     """
     part, where = _culprit(fetches)
     asked = unseeded(part.fetched)

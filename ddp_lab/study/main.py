@@ -38,7 +38,12 @@ class Kind(Protocol):
 def study(program: Program, overrides: list[str], world: World | None) -> int:
     """Run the study that the overrides name, write and print its report.
 
-    Returns the exit code. Raises ConfigError before anything runs.
+    With `--help` it only prints the keys of the study.
+
+    world: the processes that torchrun has started; None without torchrun.
+
+    Returns the exit code. Raises ConfigError before anything runs, for a mistake in the overrides
+    or under torchrun; and after the run, if the report cannot be written.
     """
     if world:
         problem = (

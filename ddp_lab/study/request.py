@@ -64,7 +64,12 @@ class Request:
         return detect_hardware(visible_devices())
 
     def resolve(self, overrides: list[str]) -> ResolvedRun:
-        """The config of a run on this host."""
+        """Compose, resolve and check the config of one run of the study, for this host.
+
+        overrides: all overrides of the run.
+
+        Returns the config and the problems that were found in it.
+        """
         return resolve_run(self.program, overrides, self.hardware)
 
     def exit_code(self, has_result: bool) -> int:

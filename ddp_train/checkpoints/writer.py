@@ -262,9 +262,10 @@ def _write_files(part: Path, snapshot: Snapshot) -> None:
 
 
 def _on_host(weights: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state_dict as a file of safetensors takes them: none shares memory.
+    """The tensors of a state_dict on the CPU, contiguous, of which no two share memory.
 
-    Tied weights do; each name has its own there, and a model that ties them takes either.
+    safetensors refuses shared memory. Tied weights share it, so all names but the first get a copy.
+    Entries that are no tensors are left out.
     """
     on_host: dict[str, Tensor] = {}
     memory: set[int] = set()
@@ -317,9 +318,14 @@ def _not_written(run_dir: Path, path: Path, snapshot: Snapshot, error: Exception
 
 
 def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | None) -> list[Path]:
-    """All checkpoints but the newest `keep` and the best one, which is linked.
+    """Verify the checkpoint of step `newest`, link the best one, and say which may be removed.
 
-    Verifies that of step `newest` first.
+    keep: how many checkpoints stay: that of step `newest`, and the newest of earlier steps. The
+        best one stays too. Those of later steps, which a resumed run has passed over, are removed
+        before any other.
+
+    Returns the paths of the checkpoints to remove. Raises WriteError if the checkpoint of step
+    `newest` is corrupt when it is read back, and StateError if no run could resume from it.
     """
     path = place_of(run_dir, newest)
     defect = defect_of_files(path)
@@ -336,8 +342,7 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
         best = best_step(readable_manifests(run_dir), selection)
     if best is not None:
         link_best(place_of(run_dir, best))
-    # One of a later step than `newest` was passed over when the run resumed: it goes before any
-    # that can be trusted.
+    # Those of later steps first.
     steps = sorted(step_of(other) for other in places(run_dir) if other != path)
     steps.sort(key=lambda step: step < newest)
     count = max(0, len(steps) - (keep - 1))

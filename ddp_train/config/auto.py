@@ -110,7 +110,10 @@ def _processes(config: Config, hardware: Hardware) -> int | str:
 
 
 def _process_counts(config: Config, asked: LaunchConfig, hardware: Hardware) -> list[int]:
-    """The numbers of processes with which the run may continue."""
+    """The numbers of processes that a run with a range may have, ascending; [] without a range.
+
+    asked: the section `launch` before `auto` and the range were resolved.
+    """
     span = range_of(asked.nproc_per_node)
     return counts_of(span, config, hardware) if span else []
 

@@ -215,16 +215,17 @@ def _in_this_folder(package: str) -> Path | None:
 def _wrong_class(
     found: str, path: str, rule: str, interfaces: Sequence[set[str]]
 ) -> Iterator[Problem]:
-    """Problems of a dotted path that must name a class with certain methods.
+    """Check a dotted path that must name a class with certain methods, by the source of its module.
 
-    They are found in the source of its module.
+    The module is not imported. Imported names, base classes and decorators are therefore not
+    followed; `user_code` checks these in the workers.
 
-    `user_code` finds in the workers what that does not show: names that are imported, base classes,
-    decorators.
+    found: key and value, for the message.
+    path: the dotted path, `package.module.Class`.
+    rule: what the class must be, for the message.
+    interfaces: sets of method names; the class must have all methods of one set.
 
-    found: its key and value, for the message.
-    rule: what the class must be.
-    interfaces: sets of methods, one of which it must have.
+    Yields at most one problem.
     """
     module, _, name = path.rpartition(".")
     statements = _statements_of(path)

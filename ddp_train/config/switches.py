@@ -48,7 +48,11 @@ class _Switches:
     """The choice of each switch under `tuning`; all keys outside of it are resolved."""
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
-        """config: each choice is set in its `tuning` before the next is made."""
+        """
+        config: a config whose keys outside of `tuning` are resolved. The caller must write each
+            choice into its `tuning` before it makes the next one, which may depend on it.
+        hardware: GPUs and cores of this host.
+        """
         self.config = config
         self.hardware = hardware
         self.is_largest = config.tuning.name == "max"

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ddp_train.data.augmentation import random_crop
 
 MAX_PIXELS = 2**26
-"""The most pixels that are resized at once: 256 MiB in float32."""
+"""The most values (three for each pixel) that are resized at once: 256 MiB in float32."""
 WEIGHT_SCALE = 2**15
 
 
@@ -93,7 +93,13 @@ def resize_crops(images: Sequence[Tensor], boxes: Sequence[CropBox], size: int) 
 
 
 def _groups_that_fit(boxes: Sequence[CropBox]) -> list[list[int]]:
-    """Consecutive numbers of boxes that, each padded to the largest, have MAX_PIXELS at most."""
+    """Divide boxes into groups whose crops are resized together.
+
+    The boxes of a group follow each other. Each padded to the largest, they have at most MAX_PIXELS
+    values; a box that has more is a group of its own.
+
+    Returns the positions in `boxes`, group by group.
+    """
     groups: list[list[int]] = [[]]
     height = 0
     width = 0
@@ -114,7 +120,12 @@ def _cut(image: Tensor, box: CropBox) -> Tensor:
 
 
 def _resize_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
-    """The crops of images that, padded with zeros to the largest box, fit into memory together."""
+    """Crop and resize images of one group, see `_groups_that_fit`.
+
+    images: uint8 [3, height, width] each.
+
+    Returns uint8 [n, 3, size, size].
+    """
     count = len(images)
     device = images[0].device
     height = max(box.height for box in boxes)

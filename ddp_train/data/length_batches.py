@@ -28,24 +28,24 @@ class LengthEpoch(NamedTuple):
 
 
 class LengthBatches:
-    """Global batches of samples of about one length, each sample once in an epoch.
+    """Global batches of samples of similar length, each sample once in an epoch.
 
-    A batch has at most so many tokens.
+    A batch has at most `tokens` tokens with padding, as fairseq's max_tokens: number of samples x
+    longest sample.
 
-    The samples are sorted by length once and divided into buckets, the longest first; a bucket's
-    batches all hold as many samples as fit if each were as long as its longest. Each epoch shuffles
-    the samples within their buckets, and then the batches. So the sizes of the batches and their
-    number follow from the lengths alone and are the same in every epoch, while other samples meet
-    in each. Only the batch of the shortest samples may be part full.
+    The samples are sorted by length and divided into buckets, the longest first. All batches of a
+    bucket have the same number of samples: as many as would fit if each were as long as the longest
+    of the bucket. Only the batch of the shortest samples may have fewer.
 
-    "At most" counts padding, as fairseq's max_tokens does: number of samples x longest sample.
+    Each epoch shuffles the samples within their buckets, and then the batches. Number and sizes of
+    the batches therefore follow from the lengths alone.
     """
 
     def __init__(self, lengths: np.ndarray, tokens: int) -> None:
-        """Divides the samples into buckets.
+        """Divide the samples into buckets.
 
-        lengths: of each sample, int64 [n], at least 1 and at most `tokens`.
-        tokens: that a global batch may have.
+        lengths: tokens of each sample, int64 [n], at least 1 and at most `tokens`.
+        tokens: the most tokens of a global batch, padding included.
         """
         self.lengths = lengths
         by_length = np.argsort(-lengths, kind="stable")

@@ -161,9 +161,12 @@ def global_states() -> tuple[bytes, ...]:
 
 
 def draw_mark(generator: torch.Generator | None = None) -> int:
-    """A number that torch's generator on the host gives again only if it has the same state again.
+    """Draw a number of 62 bits, which marks the state of a generator.
 
-    Activation checkpointing restores that state before it computes a part of a model once more.
+    If a later call returns the same number, the generator was put back to the same state:
+    activation checkpointing does this before it computes a part of a model once more.
+
+    generator: a generator on the CPU; None: torch's default one. The draw moves it.
     """
     return int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
 

@@ -310,9 +310,17 @@ class UserDataset:
     def _untransformed(
         self, number: int, epoch: int | None, seed_generators: SeedGenerators
     ) -> Any:
-        """A sample as the data set gives it, or the chosen fields of it.
+        """Fetch a sample from the data set, before its transforms.
 
-        What the data set raises gets a note with the number of the sample.
+        Before, a new epoch is told to the data set, and the generators are seeded by epoch and
+        sample.
+
+        number: an index of a batch: the number of the sample, plus a multiple of `NUMBERS`.
+        epoch: None for samples that are scored.
+        seed_generators: seeds the global generators with the key of the sample.
+
+        Returns what the data set returns, or with `fields` a tuple of their values. An exception of
+        the data set gets a note with the number of the sample.
         """
         self._enter_epoch(epoch)
         seed_generators(self._key(epoch, number))

@@ -336,9 +336,14 @@ def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> 
 
 
 def wait_for_leader(world: World, address: str, port: int, timeout_seconds: float) -> None:
-    """Wait until rank 0 serves the store. Raises OSError if it does not within `timeout_seconds`.
+    """Wait until the port of rank 0's store accepts a connection.
 
-    torch waits too, but prints stacks of its own meanwhile.
+    Whether the store answers there is not tested. torch would wait too, but print stacks meanwhile.
+
+    world: names this rank in the note that is printed if the wait is long.
+    address, port: where rank 0 listens.
+
+    Raises OSError, that of the last attempt, after `timeout_seconds`.
     """
     reasons: list[OSError] = []
 

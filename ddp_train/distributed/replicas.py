@@ -74,9 +74,14 @@ def _factors(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def sums_of(parameters: Iterable[Tensor]) -> Tensor:
-    """Sums of parameters in which each place has a factor of its own: [n], float64.
+    """A checksum of each parameter: the sum of its elements, each times a random factor.
 
-    If parameters differ, their sums differ by about the norm of the difference.
+    The factors have a variance of 1 and are the same on all processes. The sums of two tensors
+    therefore differ by about the norm of their difference.
+
+    parameters: n tensors of any shape and type.
+
+    Returns [n], float64, on the device of the parameters.
     """
     return torch.stack([_sum_of(parameter.detach().flatten()) for parameter in parameters])
 

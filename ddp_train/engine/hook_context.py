@@ -117,7 +117,10 @@ class HookContext(MediaCalls):
     def observe(self, observer: StepObserver) -> None:
         """Have an observer called around each backward pass and each update from now on.
 
-        It is called before those that were there: they keep its state, and report the step as done.
+        It is called before observers that were added earlier. Some of these belong to the run: they
+        copy the state of hooks into memory, and report the step as done.
+
+        observer: an object with the methods of `StepObserver`. End it by `stop_observing`.
         """
         self._job.stepper.observers.insert(0, observer)
 

@@ -72,7 +72,7 @@ class Job:
 
     @property
     def evaluation(self) -> Evaluation:
-        """The evaluation of the first set."""
+        """The first of `evaluations`: by default its scores select the best checkpoint."""
         return next(iter(self.evaluations.values()))
 
     @property

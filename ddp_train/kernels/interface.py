@@ -35,7 +35,11 @@ def load_cross_entropy_sum() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def load_fetch() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-    """Fetching and normalising of uint8 images held on a GPU; see `fetch.fetch`."""
+    """Import the Triton kernel that fetches and normalises uint8 images held on a GPU.
+
+    Returns `kernels.fetch.fetch`, a function of images, indices, factors and offsets. It returns
+    None for images that the kernel cannot take.
+    """
     set_triton_cache()
     from ddp_train.kernels.fetch import fetch
 

@@ -221,18 +221,19 @@ class Kept:
 
 
 class Holder(ABC):
-    """Names or places of other objects, which are put back if they are others."""
+    """A container and the objects that it held when the Holder was made, to be put back into it."""
 
     @abstractmethod
     def put_back(self, moved: Mapping[int, Any]) -> None:
-        """Let all names lead to their objects again.
+        """Let the container hold the same objects as before.
 
-        moved: by the `id` of an iterator that has moved a copy that has not.
+        moved: iterators that have moved meanwhile, by their `id`, each with a copy at the old
+            place. The copy is put back in place of the iterator.
         """
 
 
 class MappingHolder(Holder):
-    """A dict, or the names of a module or an object."""
+    """Holds and puts back the items of a dict, or the names of a module or an object."""
 
     def __init__(self, mapping: MutableMapping[Any, Any], is_namespace: bool = False) -> None:
         """is_namespace: names with two underscores are Python's own."""
@@ -270,7 +271,7 @@ class MappingHolder(Holder):
 
 
 class SequenceHolder(Holder):
-    """A list or a deque."""
+    """Holds and puts back the items of a list or a deque."""
 
     def __init__(self, sequence: list[Any] | deque[Any]) -> None:
         self.sequence = sequence
@@ -287,7 +288,7 @@ class SequenceHolder(Holder):
 
 
 class ClassHolder(Holder):
-    """The attributes of a class."""
+    """Holds and puts back the attributes of a class, but for names that begin with `__`."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -307,7 +308,7 @@ class ClassHolder(Holder):
 
 
 class SlotsHolder(Holder):
-    """The attributes of an object that are in slots."""
+    """Holds and puts back those attributes of an object that are in `__slots__`."""
 
     def __init__(self, value: Any, items: dict[str, Any]) -> None:
         self.value = value
@@ -322,7 +323,7 @@ class SlotsHolder(Holder):
 
 
 class CellHolder(Holder):
-    """A variable of a function around another one, which `nonlocal` changes."""
+    """Holds and puts back the variable of a closure, which `nonlocal` may change."""
 
     def __init__(self, cell: CellType) -> None:
         self.cell = cell

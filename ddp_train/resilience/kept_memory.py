@@ -165,7 +165,7 @@ class KeptMemory:
 
     @classmethod
     def inherited(cls) -> KeptMemory | None:
-        """That of our launcher; None if it hands none on. To be asked once."""
+        """The memory that the launcher hands on to this process; None without. Call it once."""
         descriptor = kept_descriptor()
         return None if descriptor is None else cls(descriptor)
 
@@ -175,7 +175,8 @@ class KeptMemory:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that have kept something here; 0 if none has."""
+        """The number of processes that the run last had on this host; 0 if rank 0 of the host has
+        not yet kept anything."""
         facts = self.record(0, Place.FACTS)
         return 0 if facts.mark is None else int(facts.numbers[1])
 
@@ -183,7 +184,9 @@ class KeptMemory:
         """The mark of the last state that all ranks have kept, see `state_mark`; None if there is
         none.
 
-        They keep the same steps, and are at most one of these apart.
+        All ranks keep the same steps, and no rank is more than one kept step behind another.
+
+        ranks: the number of processes of this host.
         """
         kept_by_all: set[int | None] | None = None
         for rank in range(ranks):
@@ -192,7 +195,10 @@ class KeptMemory:
         return max((mark for mark in kept_by_all or () if mark is not None), default=None)
 
     def newest_step(self, ranks: int) -> int | None:
-        """The step of that state."""
+        """The step of the last state that all ranks have kept; None if there is none.
+
+        ranks: the number of processes of this host.
+        """
         mark = self.newest_state(ranks)
         return None if mark is None else marked_step(mark)
 

@@ -24,17 +24,21 @@ MOST_PASSES = 4
 
 
 class GradientExchange:
-    """The DDP of one model, and the exchange of what DDP has not prepared.
+    """Exchanges the gradients of one wrapped model between the processes.
 
-    DDP exchanges the first backward pass after its forward pass while that goes on. The gradients
-    of other passes, and of a model whose parameters may be unused, are exchanged when the pass
-    ends: the mean over processes of what has added up is right, since what was there before is the
-    same for all. A hook on one parameter sees when gradients come; on one process it finds the same
-    mistakes.
+    torch's DDP exchanges the first backward pass after its own forward pass, while the pass runs.
+    After any other backward pass, and always with `find_unused_parameters`, the gradients are
+    averaged over the processes when the pass has ended. This is right although they include what
+    earlier passes have added up: that is already the same on all processes.
+
+    On one process nothing is exchanged. There too a hook on one parameter sees gradients that come
+    without a loss of `run.mean`, so that the mistake is found on a laptop.
     """
 
     def __init__(self, module: nn.Module, options: dict[str, Any] | None) -> None:
-        """options: of DDP; None on one process.
+        """
+        module: the model, on its device. Rank 0's weights and buffers are sent to all processes.
+        options: arguments of DistributedDataParallel; None on one process.
 
         Raises ModelError for parameters of lazy layers.
         """

@@ -17,7 +17,10 @@ class SweepListener(Protocol):
     """
 
     def before_jobs(self) -> None:
-        """Prepare for the first job."""
+        """Called before the first of the jobs that Hydra launches together.
+
+        This is once in a sweep, or once for each batch of a sweeper that launches several batches.
+        """
 
     def job_number(self, number: int, overrides: list[str]) -> int:
         """The number that a job gets, and with it its folder. Called once for each job.

@@ -130,12 +130,15 @@ class TokenSource:
         return selection
 
     def to(self, device: torch.device, channels_last: bool = False) -> TokenSource:
-        """The same split on a device; on the CPU it stays where it is, in mapped files perhaps.
+        """The same split with its tokens on a device.
+
+        On the CPU this split itself is returned, whose tokens may be in mapped files. Tokens out of
+        the vocabulary are then found by `get_batch`.
 
         channels_last: has no meaning here.
 
-        Raises DataError if a token is out of the vocabulary, which a GPU would only report as a
-        failed assertion.
+        Raises DataError, not on the CPU, if a token is out of the vocabulary: a GPU would only
+        report it as a failed assertion.
         """
         if device.type == "cpu":
             return self

@@ -45,14 +45,18 @@ class Pace:
 
     @property
     def length(self) -> int:
-        """Number of places in the schedule, from which the warm-up is left out."""
+        """Number of places in the schedule: its steps in the whole run without those of the
+        warm-up, at least 1."""
         places = -(-self.steps // self.period)
         return max(1, places - self.warmup_steps // self.period)
 
     def place(self, step: int) -> int:
-        """Steps that the schedule has made before an optimizer step; none in the warm-up.
+        """The place of an optimizer step in the schedule, from 0 to `length` - 1.
 
-        Behind the end of the run, where a rehearsal may lead, the last place.
+        It is 0 in the warm-up, and the last place behind the end of the run, where a rehearsal may
+        lead.
+
+        step: number of optimizer steps that are done.
         """
         steps_made = step // self.period - self.warmup_steps // self.period
         return min(max(steps_made, 0), self.length - 1)

@@ -125,7 +125,11 @@ class Flow:
         self.seen |= names
 
     def set(self, target: str, names: set[str], conditions: set[str]) -> None:
-        """Set a target from names, under conditions."""
+        """Set a target to another value.
+
+        names: what the value is computed from.
+        conditions: the names that decide whether this is executed.
+        """
         self.renewed.add(target)
         self.seen.add(target)
         self.change(target, names, conditions)
@@ -133,7 +137,11 @@ class Flow:
             self._add(container, names, conditions)
 
     def change(self, target: str, names: set[str], conditions: set[str]) -> None:
-        """Set a part of it: an item whose key is not known, some numbers of a tensor."""
+        """Set a part of a target: an item whose key is not known, or some numbers of a tensor.
+
+        names: what the part is computed from.
+        conditions: the names that decide whether this is executed.
+        """
         self.changed.add(target)
         self._add(target, names, conditions)
 
@@ -173,7 +181,8 @@ class Flow:
         return self._with_sources(self.losses, self.sources)
 
     def reaching_arguments(self) -> set[str]:
-        """Those of them that do not decide alone."""
+        """All names that the arguments of losses are computed from, without names that only decide
+        whether something is executed."""
         return self._with_sources(self.arguments, self.origins)
 
     def set_at_times(self, names: set[str]) -> set[str]:
@@ -413,6 +422,7 @@ class LoopCode:
         return {name: value for name, value in given.items() if not dotted(value)}
 
     def _follow(self, body: list[ast.stmt], flow: Flow) -> None:
+        """Note in `flow` what statements read and set; called functions are followed too."""
         if self.functions:
             body = self.functions.put_into(body)
         _follow(body, set(), flow)
@@ -547,7 +557,10 @@ def _summed_at(line: int, body: list[ast.stmt], run_names: set[str]) -> set[str]
 
 
 def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
-    """Follow statements. conditions: the names that decide whether they are done."""
+    """Note in `flow` the names that statements read and set, one statement after the other.
+
+    conditions: the names that decide whether the statements are executed.
+    """
     for statement in body:
         if isinstance(statement, SCOPES):
             continue

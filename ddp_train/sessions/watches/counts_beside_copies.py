@@ -26,7 +26,7 @@ COUNTS = (
 
 
 class CountsBesideCopies:
-    """Compares them after the first step with what they are at the end of the epoch."""
+    """Finds numbers beside copies that have changed between the first step and an epoch's end."""
 
     def __init__(self, saved: Collection[Any]) -> None:
         """saved: the models, as `run.wrap` returned them, and the objects that run.resume got."""
@@ -44,12 +44,16 @@ class CountsBesideCopies:
             self.first = dict(self._counts())
 
     def changed(self) -> list[str]:
-        """The names of those that have changed since the first step."""
+        """The names of the numbers that have changed since the first step, as `ema.updates`."""
         first = self.first or {}
         return [name for name, value in self._counts() if first.get(name, value) != value]
 
     def _counts(self) -> Iterator[tuple[str, float]]:
-        """Numbers of the objects that the user's variables hold, by their names in code."""
+        """Yield the numbers among the attributes of each object that holds a copy of a model.
+
+        The objects are the values of the user's variables. A number comes with its name in the
+        user's code, `ema.updates`.
+        """
         if not self.copies:
             return
         seen: set[int] = set()
@@ -62,10 +66,10 @@ class CountsBesideCopies:
                     yield f"{name}.{attribute}", number
 
     def _holds_copy(self, value: Any) -> bool:
-        """Whether an object is there for a copy, as that of a class for averages is.
+        """Whether an object of the user's class holds a copy of a model, as an average does.
 
-        One that has the model or the optimizer too is the training itself: its numbers may be for
-        the log.
+        False for an object that also holds the wrapped model or the optimizer: it is a trainer,
+        whose numbers may be for the log.
         """
         if id(value) in self.saved or isinstance(value, nn.Module | type):
             return False

@@ -36,7 +36,7 @@ LOST = (
 
 
 class LoopGenerators:
-    """Tells which of them move in an epoch."""
+    """Warns of generators that training draws from, if no checkpoint has their state."""
 
     def __init__(self, saved: Iterable[Any]) -> None:
         """saved: the objects that run.resume got beside models and optimizers."""
@@ -52,17 +52,22 @@ class LoopGenerators:
         self.note()
 
     def note(self) -> None:
-        """Note the generators that the user's variables have and that were not met in the epoch."""
+        """Remember the state of each generator that the user's variables hold.
+
+        Generators that were noted earlier in the epoch keep their first state. Does nothing except
+        in epochs 1, 2, 4, 8 ... of this process.
+        """
         if self.epochs.bit_count() > 1:
-            return  # the first epoch is looked at, the second, the fourth, the eighth ...
+            return
         for name, generator in _generators_of_variables():
             if id(generator) not in self.noted:
                 self.noted[id(generator)] = name, generator, _state_of(generator)
 
     def end_epoch(self, read: Iterable[Any]) -> None:
-        """Name the generators that have moved since they were noted, each once.
+        """Warn of generators that have moved since they were noted, of each once in a run.
 
-        read: objects that give the batches, whose generators go on with them after a resume.
+        read: objects that give the batches. Their generators are left out, since a resumed run puts
+            them back.
         """
         in_loaders = _generators_in("", [*read], LEVELS_OF_LOADERS, set(), _is_any)
         known = {id(generator) for _, generator in in_loaders}
@@ -92,7 +97,7 @@ class LoopGenerators:
 
 
 def _generators_of_variables() -> Iterator[tuple[str, Any]]:
-    """The generators that variables of the user's code on the stack are, or hold, by names."""
+    """Yield the generators in the variables of the user's code on the stack, with their names."""
     seen = {id(one) for one in (torch.default_generator, np.random.mtrand._rand, random._inst)}  # type: ignore[attr-defined]
     for frame in user_frames():
         variables = locals_of(frame, lambda _: True) | dict(frame.f_globals)
@@ -113,10 +118,15 @@ def _generators_in(
     seen: set[int],
     is_looked_into: Callable[[Any], bool],
 ) -> Iterator[tuple[str, Any]]:
-    """The generators that a value is, or holds. Models tell of theirs by themselves.
+    """Yield the generators of random numbers in a value, each with its name, as `rngs['noise']`.
 
-    seen: the ids of objects that were met, which are left out.
-    is_looked_into: tells of an object whether it is searched.
+    Models are not searched: another watch does that.
+
+    name: the name of the value.
+    value: a generator, or something that may hold one: a mapping, list, tuple or other object.
+    levels: how deep to search.
+    seen: the ids of objects that were searched, which are left out. New ones are added.
+    is_looked_into: says of an object whether its attributes are searched.
     """
     is_leaf = isinstance(value, Tensor | np.ndarray | nn.Module | ModuleType | type | str | int)
     if is_leaf or id(value) in seen:

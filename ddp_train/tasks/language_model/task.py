@@ -22,12 +22,17 @@ from ddp_train.tasks.task import ScoreSums
 
 
 class LanguageModel(BuiltIn):
-    """The next token: the targets of ids, int64 [n, t], are the ids shifted by one, or given.
+    """Predicts the next token of sequences of ids, int64 [n, t]. A unit is a token.
 
-    Outputs: logits [n, t, v]. A batch is a tensor of ids, (ids, targets), or a dict with
-    `input_ids` and perhaps `labels`, whose other entries are passed to the model by name. Given
-    targets stand beside the position that predicts them; `labels` stand beside their own token, as
-    in transformers. A target of -100 is not a unit.
+    A batch is one of these:
+
+    - a tensor of ids: the model gets all but the last, [n, t - 1]; targets are all but the first;
+    - (ids, targets), both [n, t]: each target stands beside the position that predicts it;
+    - a dict with `input_ids` and perhaps `labels`, whose other entries are passed to the model by
+      name: each label, or else id, stands beside its own token, as in transformers.
+
+    The model returns logits over v tokens, [n, t, v] ([n, t - 1, v] for a tensor of ids). A target
+    of -100 is not a unit.
     """
 
     unit = "token"
@@ -43,7 +48,7 @@ class LanguageModel(BuiltIn):
         here."""
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits [n, v] and targets [n] of all tokens."""
+        """Logits [tokens, v] and targets [tokens] of all sequences of a batch, concatenated."""
         logits, targets = self.by_sequence(model, batch)
         return logits.flatten(0, 1), targets.flatten()
 
@@ -57,7 +62,10 @@ class LanguageModel(BuiltIn):
         return {"loss": losses.sum(1) / tokens, "tokens": tokens}
 
     def by_sequence(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits [n, t, v] and targets [n, t]."""
+        """Logits [n, t, v] and targets [n, t] of a batch; with t - 1 for a tensor of ids [n, t].
+
+        Raises DataError if the model returns another shape.
+        """
         try:
             if isinstance(batch, Mapping):
                 given = {name: value for name, value in batch.items() if name != "labels"}

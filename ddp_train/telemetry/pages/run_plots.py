@@ -78,9 +78,13 @@ def score_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[P
 
 
 def own_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[Plot]:
-    """The numbers that code of the user's logged: a plot for each group of names.
+    """Plot the numbers that the user's code logged: a plot for each group of names, as `vae` of
+    vae/kl.
+
+    At most MOST_OWN_PLOTS plots with MOST_CURVES numbers each; further ones are left out.
 
     runs: by their names; the name of a single run is empty.
+    marks: steps to mark in each plot: restarts, failures, resumes.
     """
     scores = {name for run in runs.values() for name in run.scores}
     plots = []
