@@ -52,7 +52,7 @@ def named_tensors(value: Any, in_objects: bool = True) -> Iterator[tuple[str, Te
 
 
 def holds_tensors(value: Any) -> bool:
-    """True if there is a tensor in it."""
+    """True if a value is a tensor or holds one."""
     return any(True for _ in tensors(value))
 
 

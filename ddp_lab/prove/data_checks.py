@@ -242,21 +242,21 @@ def _why_same_in_each_epoch(
 
 @dataclass(frozen=True)
 class _Stage:
-    """The data set or a transform, as it made one sample."""
+    """How the data set or a transform moved the generators while it made one sample."""
 
     name: str
     before: tuple[bytes, ...]
-    """States of all generators when it began."""
+    """States of all generators before this stage."""
     after: tuple[bytes, ...]
 
     @property
     def drawn_from(self) -> set[int]:
-        """Numbers of the generators that it drew from."""
+        """Numbers of the generators that moved in this stage."""
         pairs = zip(self.before, self.after, strict=True)
         return {number for number, (before, after) in enumerate(pairs) if after != before}
 
     def left_alike(self, other: _Stage) -> set[int]:
-        """Numbers of the generators that it leaves as the other one does."""
+        """Numbers of the generators that have the same state after this stage and another."""
         pairs = zip(self.after, other.after, strict=True)
         return {number for number, (mine, theirs) in enumerate(pairs) if mine == theirs}
 

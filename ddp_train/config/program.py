@@ -153,7 +153,7 @@ class Program:
 
 
 def sets_a_run(text: str) -> bool:
-    """Tell whether a preset says so where Hydra looks for it: in its first line."""
+    """Tell whether a preset is for a whole run: `# @package _global_` is its first line."""
     first = text.lstrip().partition("\n")[0]
     return first.startswith("#") and first.lstrip("#").split() == PACKAGE_LINE.split()[1:]
 

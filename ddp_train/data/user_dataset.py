@@ -104,17 +104,17 @@ class UserDataset:
 
     @property
     def is_read_in_order(self) -> bool:
-        """Its samples come in their order alone: of a stream, see `NumberedStream`."""
+        """True for a stream, whose samples can only be read in order: see `NumberedStream`."""
         return isinstance(self.dataset, NumberedStream)
 
     @property
     def has_no_end(self) -> bool:
-        """It is a stream that is read on and on, for as many samples as the run needs."""
+        """True for a stream that begins again at its end, for as many samples as a run needs."""
         return isinstance(self.dataset, NumberedStream) and self.dataset.is_repeated
 
     @property
     def stream_place(self) -> StreamPlace | None:
-        """The place behind the last sample that was read; None but for a stream with a state."""
+        """The place behind the last sample that was read; None except for a stream with a state."""
         if isinstance(self.dataset, NumberedStream):
             return self.dataset.stream_place
         return None

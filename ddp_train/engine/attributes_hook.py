@@ -24,7 +24,7 @@ NOT_SAVED = (
 
 
 class AttributesHook:
-    """Compares them at each checkpoint with what they were at the one before.
+    """Names unsaved attributes that differ at a checkpoint from what they were at the last one.
 
     A look takes 7 to 8 ms on one process (resnet50, vit_b_16 with AdamW, one core).
     """
@@ -33,8 +33,8 @@ class AttributesHook:
         self, display: Display, hooks: Iterable[Any], next_checkpoint: Callable[[Job], int]
     ) -> None:
         """
-        hooks: those of the user, which may set again what they change.
-        next_checkpoint: the next step after which one is saved.
+        hooks: the user's hooks. Attributes that a hook sets in `__enter__` are not named.
+        next_checkpoint: returns the next step after which a checkpoint is saved.
         """
         self.display = display
         self.set_again = {name for hook in hooks for name in names_set_at_start(hook)}

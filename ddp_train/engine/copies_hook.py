@@ -23,7 +23,7 @@ NOT_SAVED = (
 
 
 class CopiesHook:
-    """Compares them at each checkpoint with what they were at the one before."""
+    """Names unsaved copies that differ at a checkpoint from what they were at the last one."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class CopiesHook:
     ) -> None:
         """Note the copies that there are now.
 
-        model: what checkpoints hold.
+        model: the model, which checkpoints hold.
         holders: the task, and the hooks without a state, by their names.
-        next_checkpoint: the next step after which one is saved.
+        next_checkpoint: returns the next step after which a checkpoint is saved.
         """
         self.display = display
         self.holders = holders

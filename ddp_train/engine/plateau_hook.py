@@ -22,7 +22,7 @@ class PlateauHook:
 
     @property
     def metric(self) -> str:
-        """The metric; of a set with a name of its own it is validation/noisy.loss."""
+        """The metric's name; with a named set the set comes first, as validation/noisy.loss."""
         if self.split and "/" in self.split:
             return f"{self.split}.{self.name}"
         return self.name

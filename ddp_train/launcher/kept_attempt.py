@@ -61,7 +61,7 @@ class KeptAttempt:
         return cls(step, ranks, is_saving, memory, held, tuple(gpus))
 
     def variables(self) -> dict[str, str]:
-        """The variables by which a process learns of it."""
+        """Environment variables that describe the kept state to a process that saves it."""
         held = [[rank, place, one.device, one.size] for (rank, place), one in self.held.items()]
         task = {"ranks": self.ranks, "is_saving": self.is_saving, "held": held}
         return {SAVING_TASK: json.dumps(task)}

@@ -22,7 +22,7 @@ NormsOf = Callable[[Iterable[Tensor]], Tensor]
 
 
 class AveragesInVariables:
-    """Tells which of them change."""
+    """Finds variables of the user's loop that hold averages of weights, and change in training."""
 
     def __init__(self) -> None:
         self.before: dict[str, list[float]] = {}
@@ -30,11 +30,15 @@ class AveragesInVariables:
         self.told: set[str] = set()
 
     def note(self, tensors_of: TensorsOf, norms_of: NormsOf) -> None:
-        """Note the present weights: from here on they are not to change."""
+        """Note the norms of the averages now, to be compared by `changed`."""
         self.before = self._norms(tensors_of, norms_of)
 
     def changed(self, tensors_of: TensorsOf, norms_of: NormsOf) -> list[str]:
-        """The names of the variables whose tensors have changed since then, each once."""
+        """The names of variables whose tensors have changed since the last look.
+
+        A name is returned once in a run. Variables that were not there at the last look are noted
+        now.
+        """
         now = self._norms(tensors_of, norms_of)
         found = []
         for name, norms in now.items():

@@ -30,7 +30,7 @@ def user_frames() -> Iterator[types.FrameType]:
 
 
 def locals_of(frame: types.FrameType, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """The local variables of a frame with wanted names; it keeps none of them alive."""
+    """The local variables of a frame with wanted names, by name. The frame keeps no copy."""
     code = frame.f_code
     names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
     if not any(map(is_wanted, names)):

@@ -79,7 +79,7 @@ class StagedTensors:
         """In the order of the tensors."""
 
     def copy(self, tensors: list[Tensor]) -> None:
-        """Copy them as they are now. The last copies must have been read."""
+        """Copy the tensors as they are now. The copy stream must have read the last copies."""
         of_host, of_device = self._divided(tensors)
         _, targets = self._divided(self.copies)
         copy_each(targets, of_device)
@@ -88,7 +88,7 @@ class StagedTensors:
             self.received.copy_(self.sent, non_blocking=True)
 
     def _divided(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of the host, and those of the GPU."""
+        """Divide tensors into those in the memory of the host, and those on the GPU."""
         pairs = list(zip(tensors, self.is_on_host, strict=True))
         of_host = [tensor for tensor, on_host in pairs if on_host]
         of_device = [tensor for tensor, on_host in pairs if not on_host]

@@ -44,7 +44,10 @@ class HeldMemory:
         self.memory: DeviceMemory | None = None
 
     def views(self, layout: Layout) -> Views:
-        """The tensors of a layout. Raises LaunchError without room for them."""
+        """Allocate memory on the GPU for the tensors of a layout, unless there is enough.
+
+        Raises LaunchError if the GPU has no room.
+        """
         size = max(1, layout.sizes[self.records.rank])
         if self.memory is None or self.memory.size < size:
             if self.memory:

@@ -60,9 +60,9 @@ class Layout:
         ranks: int,
         of_leader: Collection[int] = (),
     ) -> Layout:
-        """The layout of tensors that each rank has of its own, and of those that all have.
+        """The layout of tensors that each rank has of its own, and of tensors that all ranks have.
 
-        of_leader: the numbers of the common ones that rank 0 keeps in any case.
+        of_leader: the positions in `common` of tensors that rank 0 must keep.
         """
         own_at: list[KeptAt] = []
         end = 0
@@ -92,11 +92,11 @@ class Views:
         return cls(torch.frombuffer(memory, dtype=torch.uint8), layout)
 
     def own(self, number: int) -> Tensor:
-        """One of the tensors that this rank alone has."""
+        """The tensor of this number among those that each rank has of its own."""
         return self._view(self.layout.own[number])
 
     def common(self, number: int) -> Tensor:
-        """One of those that all ranks have, and this one keeps."""
+        """The tensor of this number among those that all ranks have; this rank must keep it."""
         return self._view(self.layout.common[number])
 
     def _view(self, kept: KeptAt) -> Tensor:
@@ -135,7 +135,7 @@ def shares(sizes: Sequence[int], ranks: int, of_leader: Collection[int] = ()) ->
     about as many bytes.
 
     sizes: bytes of each tensor.
-    of_leader: the numbers of those that rank 0 keeps in any case.
+    of_leader: the numbers of tensors that rank 0 must keep.
 
     Returns a rank for each tensor.
     """
@@ -151,9 +151,9 @@ def shares(sizes: Sequence[int], ranks: int, of_leader: Collection[int] = ()) ->
 
 
 def filled(tree: Any, find: Callable[[Any], Tensor]) -> Any:
-    """A tree with its tensors.
+    """Copy a tree of dicts, lists and tuples, with tensors in their places.
 
-    find: gives the tensor of a `KeptTensor` or a `KeptNorm`.
+    find: returns the tensor for a `KeptTensor` or a `KeptNorm` of the tree.
     """
     if isinstance(tree, KeptTensor | KeptNorm):
         return find(tree)

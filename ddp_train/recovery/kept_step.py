@@ -34,11 +34,11 @@ class State(Protocol):
 
     @property
     def own(self) -> Callable[[], list[Tensor]]:
-        """Looks up the tensors that each rank keeps by itself."""
+        """A function that returns the tensors that each rank keeps by itself."""
         ...
 
     def layout(self, ranks: int) -> Layout:
-        """How so many ranks share them out."""
+        """Where each of `ranks` ranks keeps which of the tensors."""
         ...
 
 

@@ -74,7 +74,7 @@ class LiveState:
         return is_sure or self.identity == identity_of(job)
 
     def is_like(self, other: LiveState) -> bool:
-        """Whether the tensors are those of another one, and what lies beside them is equal."""
+        """Whether another state has the same tensor objects, and equal values beside them."""
         return self.identity == other.identity and _comparable(self.tree) == _comparable(other.tree)
 
 
@@ -176,7 +176,7 @@ def buffers_at(places: list[tuple[dict[str, Tensor | None], str]]) -> list[Tenso
 
 
 def _model_state(model: nn.Module, listing: _Listing) -> dict[str, Any]:
-    """The model's state_dict, of its own tensors and not of views of them."""
+    """The model's state_dict with the model's own tensors, where torch returns views of them."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     by_name |= dict(model.named_buffers(remove_duplicate=False))
     state = {}

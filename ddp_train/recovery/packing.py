@@ -41,14 +41,14 @@ class StatePacker:
         self.common: list[Tensor] = []
         """Tensors that ranks share out among each other."""
         self.of_leader: set[int] = set()
-        """The numbers of those that rank 0 alone keeps: the others may have other ones."""
+        """Positions in `common` of tensors that may differ between ranks: rank 0 keeps its own."""
         self.known: dict[int, KeptTensor] = {}
         """By the ids of tensors, which live as long as they are listed."""
 
     def add_own(self, tensor: Tensor) -> KeptTensor:
         """List a tensor that each rank keeps by itself.
 
-        Raises LaunchError if it cannot be copied by itself.
+        Raises LaunchError for a tensor on another device, or one that is not strided.
         """
         if not self._is_plain(tensor):
             kind = str(tensor.layout).removeprefix("torch.")
@@ -62,16 +62,22 @@ class StatePacker:
         return kept
 
     def packed(self, value: Any, is_same: bool) -> bytes:
-        """A part of the state as bytes, its new tensors listed among the common ones.
+        """Pickle a part of the state. Tensors that `add` can list are listed in place of this.
 
-        is_same: they are the same on all ranks.
+        is_same: whether these tensors are the same on all ranks.
         """
         stream = io.BytesIO()
         _Pickler(stream, self, is_same).dump(value)
         return stream.getvalue()
 
     def add(self, tensor: Tensor, is_same: bool) -> KeptTensor | None:
-        """List a tensor among the common ones; None if it cannot be copied by itself."""
+        """List a tensor in `common`, once.
+
+        is_same: whether it is the same on all ranks.
+
+        Returns what stands for the tensor in the pickled state; None, without listing it, for a
+        tensor on another device, or one that is not strided.
+        """
         kept = self.known.get(id(tensor))
         if kept is not None:
             return kept
@@ -116,9 +122,11 @@ def _tensor_of(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Te
 
 
 def unpacked(content: bytes, tensor_of: Callable[[KeptTensor], Tensor]) -> Any:
-    """A part of a state, with the tensors that `tensor_of` finds in its places.
+    """Unpickle what `StatePacker.packed` returned.
 
-    It runs no code but PLAIN and torch's that rebuilds tensors. Raises LaunchError for others.
+    tensor_of: returns a tensor that was listed.
+
+    No code runs but PLAIN and torch's that rebuilds tensors. Raises LaunchError for other code.
     """
     return _Unpickler(content, tensor_of).load()
 

@@ -13,12 +13,13 @@ from ddp_train.recovery.packing import StatePacker
 
 
 class ModelParts:
-    """The parameters and buffers of the models of a session, and of copies of them."""
+    """The parameters and buffers of all models of a session, and of copies of these models."""
 
     def __init__(self, module: nn.Module, copies: nn.Module, registrations: int) -> None:
         """
-        module: all models.
-        registrations: see `Models`: another number, and there may be others.
+        module: all models, as one module.
+        copies: the copies of models that run.resume got, as one module.
+        registrations: see `Models`; once that number is another, the parts may be others.
         """
         self.module = module
         self.registrations = registrations
@@ -32,7 +33,7 @@ class ModelParts:
         """The state of the models, if it consists of these parameters and buffers alone."""
 
     def add_to(self, packer: StatePacker) -> None:
-        """List the buffers, which each rank has of its own, and the parameters."""
+        """List all tensors in a packer: buffers as each rank's own, parameters as common."""
         for holder, name in [*self.places, *self.places_of_copies]:
             buffer = holder.get(name)
             if buffer is not None:
@@ -41,7 +42,10 @@ class ModelParts:
             packer.add(parameter, is_same=True)
 
     def packed_state(self, packer: StatePacker) -> bytes:
-        """The state of the models. packer: lists these parameters and buffers already."""
+        """The state of the models as bytes.
+
+        packer: a packer in which `add_to` has listed the tensors.
+        """
         if self.packed is not None:
             return self.packed
         listed = len(packer.common)
@@ -56,7 +60,7 @@ class ModelParts:
 
 
 def state_of(holder: Any) -> Any:
-    """A state_dict, of a module with its own tensors and not with views of them."""
+    """The state_dict of an object; of a module with its own tensors, not with views of these."""
     if isinstance(holder, nn.Module) and type(holder).state_dict is nn.Module.state_dict:
         return dict(holder.state_dict(keep_vars=True))
     return holder.state_dict()

@@ -177,7 +177,7 @@ class Steps:
         self.loaders.end_loop()
 
     def modules_together(self) -> nn.Module:
-        """All models as one, with the copies of them that run.resume got."""
+        """All models as one module, with the copies of models that run.resume got."""
         modules = nn.ModuleList(model.module for model in self.models)
         if self.saving:
             modules.append(self.saving.checkpoints.copies_here())

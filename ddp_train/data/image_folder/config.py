@@ -76,7 +76,7 @@ class ImageFolderConfig(LabelledImagesConfig):
                 )
 
     def _folders_read(self, config: Config) -> tuple[str, ...]:
-        """Those of `class_folders` whose images a run reads."""
+        """The folders among `class_folders` whose images a run reads."""
         reads_test_alone = config.mode == "evaluate" and not config.evaluate.sets
         if config.mode == "predict":
             reads_test_alone = config.predict.split == "test"

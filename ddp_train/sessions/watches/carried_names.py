@@ -186,7 +186,7 @@ class Flow:
         return self._with_sources(self.arguments, self.origins)
 
     def set_at_times(self, names: set[str]) -> set[str]:
-        """Those of some names that are set under conditions."""
+        """The names among `names` that are set under conditions."""
         return {name for name in names if self.sources.get(name) != self.origins.get(name)}
 
     def all_sources(self, names: set[str]) -> set[str]:
@@ -209,15 +209,15 @@ class LoopNames:
     """Names that the losses of the innermost loop around a line depend on."""
 
     carried: set[str]
-    """Those that are set in the loop, and read in it before, or loaded behind it."""
+    """Names that the loop sets, and that are read in it before, or loaded behind it."""
     deciding: set[str]
-    """Those that decide alone whether something is done."""
+    """Names that only decide whether something is executed."""
     used: set[str]
-    """Those that the loop uses and does not set."""
+    """Names that the loop uses and does not set."""
     counts: set[str]
-    """Those that count its passes: of `enumerate`."""
+    """Names that count the passes of the loop, by `enumerate`."""
     reaching: set[str]
-    """All of them, without objects as a whole of which the attributes are known: `self`."""
+    """All these names, without objects whose attributes are known by themselves: `self`."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ class EpochNames:
     Without those whose argument is a name."""
 
     def made_from(self, is_wanted: Callable[[str], bool]) -> set[str]:
-        """Those of `before` that come from a name of some kind."""
+        """The names of `before` that come from a wanted name."""
         return _made_from(self.before, is_wanted)
 
     def arguments_from(self, is_wanted: Callable[[str], bool]) -> set[str]:
-        """Those of `arguments` that come from a name of some kind."""
+        """The parameters of `arguments` whose argument comes from a wanted name."""
         return _made_from(self.arguments, is_wanted)
 
 

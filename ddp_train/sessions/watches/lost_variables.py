@@ -173,7 +173,7 @@ class LostVariables:
         return []
 
     def _not_told(self, names: set[str]) -> list[str]:
-        """The names that were not told, without those of attributes of objects among them."""
+        """The names that no warning has had, without attributes of objects that are new too."""
         new = names - self.told
         self.told |= names
         return sorted(as_code(name) for name in new if not owners_of(name) & new)
@@ -194,9 +194,9 @@ class LostVariables:
     def _needed(
         self, names: set[str], code: LoopCode, values: list[Any], saved_places: set[int]
     ) -> set[str]:
-        """Those of some names that are not saved, and that the losses of the loop depend on.
+        """The names among `names` that are not saved, and on which the losses of the loop depend.
 
-        values: all that the losses depend on.
+        values: all values on which the losses depend.
         """
         needed = {id(value) for value in values}
         needed_places = set().union(*map(_places_of, values))

@@ -34,17 +34,17 @@ LEVELS_OF_KEYS = 3
 
 
 class OptimizerWrappers:
-    """Tells which of them change."""
+    """Warns of wrappers of an optimizer whose own state changes and is in no checkpoint."""
 
     def __init__(self, objects: Mapping[str, Any], model: nn.Module) -> None:
         """
-        objects: what run.resume got beside models, by names.
-        model: all models.
+        objects: the objects that run.resume got beside models, by names.
+        model: all models of the session, as one module.
         """
         self.objects = objects
         self.model = model
         self.found: dict[int, tuple[Any, dict[str, str]]] = {}
-        """By the ids of wrappers: each, and its state when it was found."""
+        """The wrappers by their ids, each with its state when it was found."""
         self.told: set[int] = set()
         """The ids of objects that were named."""
 
@@ -59,7 +59,7 @@ class OptimizerWrappers:
                 self.found[id(wrapper)] = wrapper, self._state_of(wrapper)
 
     def warn_of_changed(self) -> None:
-        """Name those that have changed since they were found, each once."""
+        """Warn of the wrappers that have changed since they were found, of each once."""
         for wrapper, before in self.found.values():
             if id(wrapper) in self.told:
                 continue
