@@ -84,6 +84,7 @@ PRELOAD = (
         "ddp_train.commands.flags",
     ),
     *("ddp_train.launcher.multihost", "ddp_lab.study.main", "ddp_lab.doctor.main"),
+    *("ddp_train.sessions.run", "ddp_lab.prove.examine"),
     *(
         "torch.distributed.algorithms.ddp_comm_hooks",
         "hydra._internal.core_plugins",
