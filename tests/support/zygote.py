@@ -239,7 +239,7 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
         session,
     ) = arguments[10:22]
     group = arguments[22] if len(arguments) > 22 else -1
-    plain = not (executable or shell or isinstance(argv, str | bytes))
+    plain = not (executable or shell or issubclass(type(argv), str | bytes))
     plain = plain and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
     target = _main([os.fspath(word) for word in argv])[0] if plain else None
     streams = [
