@@ -43,8 +43,8 @@ DRAWN = (
 )
 CAUSES = (
     "a result over the batch (a mean, topk, argmax, roll, negatives, a queue, padding to the"
-    " largest) covers the samples of one process only. For the rows of all processes use rows,"
-    " own = ddp_train.all_gather(rows)"
+    " largest, a collate_fn that draws or mixes) covers the samples of one process only. For the"
+    " rows of all processes use rows, own = ddp_train.all_gather(rows)"
 )
 DRAWN_WITHOUT_EFFECT = (
     "each process also draws its own random numbers, but other random numbers gave the same result"

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.collate_trial import WARNING, dependence_of_collate
 from ddp_train.data.datasets import BatchSource, digests, is_read_in_order
 from ddp_train.data.splits import Splits
 from ddp_train.data.user_dataset import UserDataset
@@ -84,6 +85,16 @@ def _number_of(text: str) -> int:
 def _different(what: str, of_ranks: list[str]) -> PeerError:
     table = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
     return PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
+
+
+def warn_of_collate(read: BatchSource) -> None:
+    """Warn if a sample of a data set depends, by its collate_fn, on what else is in its batch."""
+    if not isinstance(read, UserDataset) or is_read_in_order(read):
+        return
+    with reading_ahead(read):
+        dependence = dependence_of_collate(read)
+    if dependence:
+        log.warning(WARNING, "data.collate_fn", dependence)
 
 
 def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:

@@ -34,8 +34,8 @@ NOT_OF_STREAMS = {
     "data.weights": SHUFFLE,
     "data.batch_by": "use data.batch_by=samples",
     "data.validation": "use data.validation=0, or name a set by data.splits.validation",
-    "data.mixup": "mix in data.collate_fn, or leave it out",
-    "data.cutmix": "mix in data.collate_fn, or leave it out",
+    "data.mixup": "mix in the stream itself, or leave it out",
+    "data.cutmix": "mix in the stream itself, or leave it out",
 }
 """Keys that need any sample of the training set at any time, and what to do with a stream."""
 SHARDS = "ddp_train.data.shards.TarShards"

@@ -18,7 +18,12 @@ from torch import Tensor
 from ddp_train.assembly import metrics
 from ddp_train.assembly.batches import first_batch
 from ddp_train.assembly.checkpoint_model import facts_of_model
-from ddp_train.assembly.data_digests import common_digests, plan_digests, scored_digests
+from ddp_train.assembly.data_digests import (
+    common_digests,
+    plan_digests,
+    scored_digests,
+    warn_of_collate,
+)
 from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_code
@@ -156,6 +161,8 @@ class Training:
         """Build everything, with the weights that the config names if there is no checkpoint."""
         config = run.config
         data_digests = common_digests(splits, splits.train, run.device)
+        if run.world.size > 1:
+            warn_of_collate(splits.train)
         strategy = build_strategy(config, run.world, run.device)
         module = build_module(config, splits.train, strategy, run.device)
         origin = None

@@ -6,6 +6,7 @@ The global batches are the same for any number of processes, which share each.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ddp_train.data.batch_plan import MicroBatch, evaluation_batch
+from ddp_train.data.collate_trial import WARNING, dependence_of_collate
 from ddp_train.data.datasets import digests
 from ddp_train.data.global_batches import (
     EvenBatches,
@@ -40,6 +42,7 @@ from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, is_in_update_bn
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
 
+log = logging.getLogger(__name__)
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
@@ -102,7 +105,7 @@ def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
 
     Raises PeerError if the data are not the same for all processes.
     """
-    with leaving_nothing(f"{method}: a look at some samples", {"the data set": source.dataset}):
+    with leaving_nothing(f"{method}: a look at some samples", _parts_of(source)):
         first = digests(source)
         again = digests(source)
     same_everywhere(len(source), device, f"{method}: the number of samples", SAME_DATA)
@@ -116,6 +119,14 @@ def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
     return first
 
 
+def _parts_of(source: Rows | UserDataset) -> dict[str, Any]:
+    """The objects that may change when samples are read, by names."""
+    parts = {"the data set": source.dataset}
+    if isinstance(source, UserDataset):
+        parts["collate_fn"] = source.collate
+    return parts
+
+
 def numbered_feed(steps: Steps, arguments: DataArguments) -> NumberedFeed:
     """The batches of a map-style data set, in order, shuffled or by a sampler.
 
@@ -126,6 +137,8 @@ def numbered_feed(steps: Steps, arguments: DataArguments) -> NumberedFeed:
     arguments.check(method)
     source = source_of(arguments.dataset, settings.seed, arguments.collate_fn, method)
     data = common_digests(source, steps.device, method)
+    if arguments.collate_fn is not None and steps.world.size > 1:
+        _try_collate(source, steps.world)
     batches = _global_batches(steps, source, arguments)
     facts = {
         "samples": len(source),
@@ -149,6 +162,14 @@ def numbered_feed(steps: Steps, arguments: DataArguments) -> NumberedFeed:
         persistent_workers=options.persistent_workers and arguments.persistent_workers,
     )
     return NumberedFeed(steps, source, batches, options, facts)
+
+
+def _try_collate(source: UserDataset, world: World) -> None:
+    """Warn if a sample depends, by the user's collate_fn, on what else is in its batch."""
+    with leaving_nothing("run.loader: a trial of collate_fn", _parts_of(source)):
+        dependence = dependence_of_collate(source)
+    if dependence and world.is_leader:
+        log.warning(WARNING, "run.loader: collate_fn", dependence)
 
 
 def _look_at_batches(

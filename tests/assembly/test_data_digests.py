@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_train.assembly.data_digests import common_digests, scored_digests
+from ddp_train.assembly.data_digests import common_digests, scored_digests, warn_of_collate
 from ddp_train.data.splits import Splits
-from ddp_train.data.user_dataset import UserDataset
+from ddp_train.data.user_dataset import Collate, UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
 from tests.support.jobs import table
@@ -90,6 +90,33 @@ def test_samples_that_change_with_each_reading_are_told_and_not_compared(
     found = common_digests(Splits(source, source), source, "cpu")
     assert ("some samples, read twice, are not the same" in caplog.text) == is_told
     assert (found == {"count": "20"}) == is_told
+
+
+def added_up(samples: list[tuple[Tensor, int]]) -> Tensor:
+    inputs = torch.stack([row for row, _ in samples])
+    return inputs + inputs.sum()
+
+
+def noisy(samples: list[tuple[Tensor, int]]) -> Tensor:
+    inputs = torch.stack([row for row, _ in samples])
+    return inputs + torch.randn(2)
+
+
+def stacked(samples: list[tuple[Tensor, int]]) -> Tensor:
+    return torch.stack([row for row, _ in samples])
+
+
+@pytest.mark.parametrize(
+    ("collate", "what"),
+    [(added_up, "mixes the samples"), (noisy, "draws random"), (stacked, ""), (None, "")],
+)
+def test_a_collate_fn_whose_rows_depend_on_each_other_is_told(
+    collate: Collate | None, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_rng_state()
+    warn_of_collate(UserDataset(Augmented("train"), 0, collate=collate))
+    assert torch.equal(before, torch.get_rng_state())
+    assert what in caplog.text and bool(what) == bool(caplog.text)
 
 
 def test_processes_that_read_different_data_are_refused() -> None:
