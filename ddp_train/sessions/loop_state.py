@@ -81,6 +81,17 @@ class LoopState:
                 " ddp_train.session('runs/new')",
             )
 
+    def take_left_count(self) -> int:
+        """The count of the loop that the checkpoint's run left by `break` at an epoch's end.
+
+        0 if it did not, if more epochs were asked for since, and after the first call.
+        """
+        count = self.position.left_count
+        self.position.left_count = 0
+        if count < self.largest_count:
+            return 0
+        return count
+
     @property
     def epochs_begun(self) -> int:
         return self.position.epoch + (self.open_epoch is not None)

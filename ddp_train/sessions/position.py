@@ -17,6 +17,9 @@ class Position:
     """Batches done in all epochs."""
     loops: int = 0
     """Loops over run.epochs that were begun."""
+    left_count: int = 0
+    """The count of epochs of the loop that the session left by `break` at an epoch's end, and ended
+    so; 0 if it did not."""
 
     def end_epoch(self) -> None:
         self.epoch += 1

@@ -46,6 +46,13 @@ from ddp_train.sessions.watches.epoch_beginning import EpochBeginning
 from ddp_train.sessions.watches.watches import Watches
 from ddp_train.text import counted
 
+TRAINS_ON = (
+    "note: a `break` had left the loop over run.epochs at the end of an epoch, but this start of"
+    " the run trains on, in epoch %d. So does each further start. If the run was complete (early"
+    " stopping), move the `break` to the top of that loop, before the first batch, with a condition"
+    " that a resumed run meets: the epoch's number, or a value in an object that run.resume gets"
+)
+
 
 class StoppedError(BaseException):
     """The agreed stop: all processes leave after the same step, which is saved.
@@ -196,6 +203,8 @@ class Steps:
         Raises UsageError in another loop over epochs than that of the checkpoint.
         """
         self.loop.check_loop()
+        if self.loop.take_left_count() and self.world.is_leader:
+            print(TRAINS_ON % self.loop.position.epoch, file=sys.stderr)
         self.watches.begin_pass()
         if self.saving:
             self.saving.checkpoints.checkpoint_watch.begin_epoch()
@@ -243,6 +252,7 @@ class Steps:
                 loader.place.reopen(self.loop.position.step)
             if self.loop.open_epoch.is_complete:
                 self.loop.position.end_epoch()
+                self.loop.position.left_count = self.loop.largest_count
             if self.whole_epochs and self.loop.position.batch:
                 self._tell_of_left_epoch(self.saving.saved_epoch)
             elif not self.saving.is_saved:

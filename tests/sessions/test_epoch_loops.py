@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +110,59 @@ def test_loops_resume_with_their_draws(train: Callable[[Loop], None], tmp_path: 
     for calm, *resumed in found:
         for weights in resumed:
             torch.testing.assert_close(weights, calm, rtol=0, atol=0)
+
+
+class Patience:
+    """Counts epochs, of which two are enough."""
+
+    epochs = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+def notes_of_starts(world: World, folder: str, at_top: bool, counts: list[int]) -> list[str]:
+    """What each start of a run writes that is left by `break`. counts: of epochs, of each."""
+    notes = []
+    for count in counts:
+        written = io.StringIO()
+        with contextlib.redirect_stderr(written), session_on(world, folder) as run:
+            model = run.wrap(net())
+            optimizer = sgd(model)
+            patience = Patience()
+            loader = run.loader(rows(), global_batch_size=6)
+            run.resume(model=model, optimizer=optimizer, patience=patience)
+            for _ in run.epochs(count):
+                if at_top and patience.epochs >= 2:
+                    break
+                for inputs, labels in loader:
+                    optimizer.zero_grad()
+                    run.mean((model(inputs).squeeze(1) - labels).square()).backward()
+                    optimizer.step()
+                patience.epochs += 1
+                if not at_top and patience.epochs >= 2:
+                    break
+        notes.append(written.getvalue())
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("at_top", "counts", "told"),
+    [
+        (False, [6, 6, 6], [False, True, True]),
+        (False, [6, 7, 7], [False, False, True]),
+        (True, [6, 6, 7], [False, False, False]),
+    ],
+)
+def test_a_run_that_was_left_at_the_end_of_an_epoch_says_that_it_trains_on(
+    at_top: bool, counts: list[int], told: list[bool], tmp_path: Path
+) -> None:
+    leader, *others = on_ranks(3, notes_of_starts, str(tmp_path), at_top, counts)
+    assert ["move the `break` to the top" in written for written in leader] == told
+    assert not any("`break`" in written for notes in others for written in notes)
 
 
 def same_count(loop: Loop) -> None:
