@@ -271,6 +271,8 @@ class TestLoader:
                     yield batch.data
                 if steps.loop.position.step != step or steps.loop.open_step is not open_step:
                     raise UsageError(*TAKEN_OVER_STEPS)
+        if steps.world.size > 1 and steps.world.is_leader:
+            steps.watches.printed_counts.end_pass()
         steps.status.phase = EPOCH_END
 
 

@@ -10,6 +10,7 @@ on several, or after a resume, and warns. No watch changes a result.
 | before the second one | whether data sets were told their epoch (`data_epochs.py`) |
 | before its first batch | what a resumed run would do again (`epoch_beginning.py`) |
 | in an evaluation | scores of samples that all processes have (`score_watch.py`) |
+| after one | counts of one process that are printed (`printed_counts.py`) |
 | at a checkpoint | what it would lose, or has of one process alone (`checkpoint_watch.py`) |
 
 Other modules of a session meet most of them through `Watches` (`watches.py`).

@@ -20,6 +20,7 @@ from ddp_train.sessions.watches.data_epochs import DataEpochs
 from ddp_train.sessions.watches.first_epoch import FirstEpoch
 from ddp_train.sessions.watches.first_step import FirstStep
 from ddp_train.sessions.watches.loop_generators import LoopGenerators
+from ddp_train.sessions.watches.printed_counts import PrintedCounts
 from ddp_train.sessions.watches.score_watch import ScoreWatch
 
 
@@ -39,6 +40,7 @@ class Watches:
         self.world = world
         self.scores = ScoreWatch()
         self.data_epochs = DataEpochs()
+        self.printed_counts = PrintedCounts()
         self.first_step: FirstStep | None = FirstStep(models, seed_step, world)
         """None when this process has done a step."""
         self.first_epoch: FirstEpoch | None = None
