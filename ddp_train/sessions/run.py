@@ -99,8 +99,8 @@ class Run(MediaCalls):
         note = cost_of(wrapped.module, "run.wrap(model, sync_batch_norm=False)")
         if note and steps.world.is_leader:
             print(f"note: run.wrap: {note}", file=sys.stderr)
-        wrapped.register_forward_pre_hook(steps.watches.see_forward)
         if self.processes > 1:
+            wrapped.register_forward_pre_hook(steps.watches.see_forward)
             wrapped.register_forward_hook(steps.watches.see_pass, with_kwargs=True)
         return wrapped
 

@@ -230,21 +230,36 @@ def test_compiled_models_keep_their_names(tmp_path: Path) -> None:
         assert run.resume(model=again) == 0
 
 
-def test_a_compiled_model_is_traced_alone_on_one_process(tmp_path: Path) -> None:
-    """A frame of the wrapper around it took a tenth of a step of BERT."""
-    traced: list[set[str]] = []
+def graphs_of(model: nn.Module, run: Run) -> int:
+    """The graphs that torch.compile makes of a model which is trained, and scored in two ways."""
+    graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
-        names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-        traced.append({name.partition("_modules_")[2] for name in names})
+        graphs.append(graph)
         return graph
 
-    inputs = loops.rows()[0][0][None]
-    torch.compile(loops.net(), backend=backend)(inputs)
-    with opened(World(), tmp_path) as run:
-        torch.compile(run.wrap(loops.net()), backend=backend)(inputs)
-    alone, wrapped = traced
-    assert wrapped == alone
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend=backend)
+    for _ in run.epochs(2):
+        for inputs, _ in run.loader(loops.rows(), global_batch_size=loops.BATCH):
+            run.mean(compiled(inputs).squeeze(1)).backward()
+        model.eval()
+        with torch.no_grad():
+            compiled(inputs)
+            for inputs, _ in run.test_loader(loops.rows(), batch_size=12):
+                compiled(inputs)
+        model.train()
+    return len(graphs)
+
+
+def test_a_compiled_wrapper_is_compiled_no_more_often_than_its_model(tmp_path: Path) -> None:
+    counts = []
+    for wrapped_alone in (True, False):
+        with opened(World(), tmp_path / str(wrapped_alone)) as run:
+            model = run.wrap(loops.net())
+            run.resume(model=model)
+            counts.append(graphs_of(model if wrapped_alone else model.module, run))
+    assert counts[0] == counts[1]
 
 
 def converted(run: Any) -> Weights:
