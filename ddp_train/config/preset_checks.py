@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.keys import kinds_of
+from ddp_train.config.keys import field_types, kinds_of
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.presets import (
     BY_OVERRIDE,
@@ -40,6 +40,7 @@ def problems(
     if overrides.presets:
         sections = {name: values[name] for name in OPTIONS if isinstance(values[name], dict)}
         yield from _misplaced_options(program, choices)
+        yield from _unchosen_options(program, sections, choices)
         yield from _replaced_options(program, sections, choices)
         yield from _replaced_classes(program, overrides, sections, choices)
 
@@ -137,6 +138,27 @@ def _replaced_options(
             yield _contradiction(program, choices, f"{section}.name", name)
 
 
+def _unchosen_options(
+    program: Program, sections: dict[str, dict[str, Any]], choices: dict[str, str]
+) -> Iterator[str]:
+    """Built-in options that a preset of a whole run only names: the default option's keys, which
+    the named one does not have, stay."""
+    defaults = Config()
+    for section, content in sections.items():
+        name = str(content.get("name"))
+        default = getattr(defaults, section).name
+        schema = OPTIONS[section].get(name)
+        if choices[section] != default or name in (default, CUSTOM) or schema is None:
+            continue
+        files = _naming(program, choices, section, "name", name)
+        if files and not content.keys() <= field_types(schema).keys():
+            yield (
+                f"{section}.name={name}: the keys of {section}={default} stay beside a name; in an"
+                f" experiment choose the option by `defaults: [override /{section}: {name}]`"
+                f"{_blamed(program, files)}"
+            )
+
+
 def _replaced_classes(
     program: Program,
     overrides: Overrides,
@@ -175,13 +197,21 @@ def _class_of(program: Program, section: str, option: str) -> str | None:
 def _contradiction(program: Program, choices: dict[str, str], key: str, value: str) -> str:
     """The message about a key of a preset beside an option that was chosen."""
     section, _, name = key.partition(".")
+    files = _naming(program, choices, section, name, value)
+    rule = f"contradicts {section}={choices[section]}; give one of them{_blamed(program, files)}"
+    return f"{key}={value}: {rule}"
+
+
+def _naming(
+    program: Program, choices: dict[str, str], section: str, name: str, value: str
+) -> list[Path]:
+    """The files of whole runs that give a key of a section a value."""
     files = []
     for path in _presets(program, choices):
         content = content_of(path).get(section)
         if isinstance(content, dict) and content.get(name) == value:
             files.append(path)
-    rule = f"contradicts {section}={choices[section]}; give one of them{_blamed(program, files)}"
-    return f"{key}={value}: {rule}"
+    return files
 
 
 def _presets(program: Program, choices: dict[str, str]) -> list[Path]:

@@ -82,6 +82,24 @@ def test_preset_may_name_an_option_nobody_chose() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("preset", "key", "default"),
+    [
+        ("optimizer: {name: adam, lr: 0.02}", "optimizer.name=adam", "optimizer=sgd"),
+        ("schedule: {name: constant}", "schedule.name=constant", "schedule=cosine"),
+    ],
+)
+def test_a_name_in_an_experiment_is_told_how_to_choose(preset: str, key: str, default: str) -> None:
+    section, _, name = key.replace(".name", "").partition("=")
+    way = f"defaults: [override /{section}: {name}]"
+    assert read(preset)[1] == [
+        f"{key}: the keys of {default} stay beside a name; in an experiment choose the option by"
+        f" `{way}` (in conf/experiment/mine.yaml)"
+    ]
+    config, problems = read(f"{way}\noptimizer: {{lr: 0.02}}")
+    assert (problems, getattr(config, section).name) == ([], name)
+
+
 def test_option_among_the_keys_of_the_run_is_refused() -> None:
     _, problems = read("defaults: [/optimizer@_here_: adamw]")
     assert problems == [
