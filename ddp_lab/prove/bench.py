@@ -48,7 +48,7 @@ class Bench:
         self.synchronises_batch_norm = bool(getattr(config.strategy, "sync_bn", False))
         self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
         load_named_weights(config, self.module.model, World(), "cpu")
-        try_user_code(config, self.module, self.splits.train, "cpu")
+        try_user_code(config, self.module, self.splits, "cpu")
         builder = self._builder(World())
         job = builder.build_job(self.splits)
         self.plan: BatchPlan = dataclasses.replace(job.plan, virtual_shards=None)

@@ -23,6 +23,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_facts import spread, told_labels
+from ddp_train.data.splits import Splits
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import ranks, total
 from ddp_train.errors import ConfigError
@@ -169,20 +170,24 @@ def targets_of(source: BatchSource, count: int) -> Tensor:
     return targets
 
 
-def try_user_code(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
+def try_user_code(config: Config, module: ModelWithTask, splits: Splits, device: str) -> None:
     """Try a task or a model of the user's own on a few samples.
+
+    Scores are tried with samples that are scored: they may have another form than those that train.
 
     Raises ConfigError if the loss or the scores of the task are not what they must be.
     """
-
-    def batch_of(numbers: np.ndarray) -> Any:
-        return trial_batch(config, source, numbers, device)
-
+    train = splits.train
+    batch_of = partial(trial_batch, config, train, device=device)
     if isinstance(config.task, CustomOption):
-        for check in (check_loss, check_scores, check_evaluation):
-            check(module, batch_of, len(source), f"task._target_={config.task.target}")
+        key = f"task._target_={config.task.target}"
+        scored = splits.scored.source
+        scored_batch_of = partial(trial_batch, config, scored, device=device)
+        check_loss(module, batch_of, len(train), key)
+        check_scores(module, scored_batch_of, len(scored), key)
+        check_evaluation(module, scored_batch_of, len(scored), key)
     elif isinstance(config.model, CustomOption) and not config.strategy.fixes_bits:
-        check_model(module, batch_of, len(source), f"model._target_={config.model.target}")
+        check_model(module, batch_of, len(train), f"model._target_={config.model.target}")
 
 
 def trial_batch(config: Config, source: BatchSource, numbers: np.ndarray, device: str) -> Any:

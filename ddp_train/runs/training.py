@@ -168,7 +168,7 @@ class Training:
         origin = None
         if start.checkpoint is None:
             origin = load_named_weights(config, module.model, run.world, run.device)
-        try_user_code(config, module, splits.train, run.device)
+        try_user_code(config, module, splits, run.device)
         has_average = config.train.ema_decay is not None
         metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)

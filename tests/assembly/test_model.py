@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_train import all_gather
+from ddp_train.assembly.model import try_user_code
+from ddp_train.data.datasets import ArraySource
+from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.tasks.task import Task
-from tests.support.jobs import config_of, job_of, table
+from tests.support.jobs import config_of, job_of, module_of, table
 from tests.support.ranks import on_ranks
 
 SAMPLES = 20
@@ -23,6 +26,30 @@ GLOBAL_BATCH = 6
 """The last batch of an epoch has 2 samples: the last of three processes has none."""
 EPOCHS = 2
 SOURCE = table(SAMPLES)
+
+
+class PairsScored(Task):
+    """A task whose test samples have another form than those that train: 100 items each."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        inputs, labels = batch
+        return functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+    def score(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        items, _ = batch
+        best = model(items.flatten(0, 1))[:, 0].view(items.shape[:2]).argmax(1)
+        return {"loss": (0.0, 0), "hits": ((best == 0).sum(), len(items))}
+
+
+def test_scores_are_tried_with_samples_that_are_scored(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(World(), task={"_target_": f"{__name__}.PairsScored"}, model={"name": "mlp"})
+    items = torch.randn(9, 100, 6)
+    scored = ArraySource(items, torch.zeros(9, dtype=torch.int64))
+    module = module_of(config, SOURCE)
+    try_user_code(config, module, Splits(SOURCE, scored), "cpu")
+    assert caplog.text == ""
+    try_user_code(config, module, Splits(SOURCE, SOURCE), "cpu")
+    assert "score() fails in a trial" in caplog.text
 
 
 class Counting(nn.Module):
