@@ -25,6 +25,12 @@ _TAKE_NO_SAMPLE = (
     " of x.view(len(x), -1). If a layer cannot take an empty batch (pack_padded_sequence), use"
     " run.loader(..., drop_last=True), or a global_batch_size that gives each process a sample"
 )
+READS_AT_ONCE = "reads some samples when it is called"
+"""In the note of an error of a data set that is not yet read for training."""
+_FILL_BEFORE = (
+    "fill the data set before run.loader is called, which reads some samples at once; for another"
+    " cause see the traceback"
+)
 _OWN_NAMES = (
     "the state_dict of a wrapped model has the model's own names, not those of plain DDP. Leave"
     " out `module.`, as in state_dict['layer.weight']"
@@ -184,6 +190,7 @@ def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
         return _Cause("oom", detail, _LESS_MEMORY)
     if text.startswith(DEAD_LOADER) or _is_lost_batch(error):
         return _cause_of_dead_loader(error, status)
+    notes = getattr(error, "__notes__", [])
     remedy = "see the traceback"
     if isinstance(error, RuntimeError) and re.search(_OTHER_NUMBER_TYPE, text):
         remedy = (
@@ -192,8 +199,10 @@ def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
         )
     elif isinstance(error, KeyError) and text.startswith(("'module.", '"module.')):
         remedy = _OWN_NAMES
-    elif NO_SAMPLE in getattr(error, "__notes__", []):
+    elif NO_SAMPLE in notes:
         remedy = _TAKE_NO_SAMPLE
+    elif any(READS_AT_ONCE in note for note in notes):
+        remedy = _FILL_BEFORE
     detail = _detail_of(error)
     if "in DataLoader worker process" in text:  # the message contains that process's traceback
         *_, error_line, detail = text.splitlines()

@@ -31,6 +31,7 @@ from ddp_train.distributed.process_group import averaged_buffers, same_everywher
 from ddp_train.distributed.training_step import scored, shared_out
 from ddp_train.distributed.world import World
 from ddp_train.models.put_back import leaving_nothing
+from ddp_train.resilience.failure import READS_AT_ONCE
 from ddp_train.resilience.heartbeat import EPOCH_END
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
@@ -75,12 +76,18 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
     """
     name = type(dataset).__name__
     is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
-    if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if is_iterable or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"{method}: {name} is an iterable data set, but {method} divides the samples among"
             " the processes by index",
             "pass a map-style data set, with __getitem__ and __len__, for example a list:"
             f" {method}(list(data), batch_size=256)",
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{method}: {name} has no __len__, but {method} divides the samples among the"
+            " processes by index",
+            "add def __len__(self), which returns the number of samples",
         )
     if not len(dataset):
         remedy = "check how the data set is created"
@@ -105,9 +112,13 @@ def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
 
     Raises PeerError if the data are not the same for all processes.
     """
-    with leaving_nothing(f"{method}: a look at some samples", _parts_of(source)):
-        first = digests(source)
-        again = digests(source)
+    try:
+        with leaving_nothing(f"{method}: a look at some samples", _parts_of(source)):
+            first = digests(source)
+            again = digests(source)
+    except Exception as error:
+        error.add_note(f"({method} {READS_AT_ONCE})")
+        raise
     same_everywhere(len(source), device, f"{method}: the number of samples", SAME_DATA)
     number = 0
     if again == first:

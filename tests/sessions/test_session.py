@@ -28,6 +28,8 @@ from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure import failure_from
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.settings import is_interactive
 from tests.support import zygote
 from tests.support.commands import (
@@ -40,6 +42,7 @@ from tests.support.commands import (
     read,
     weights,
 )
+from tests.support.session_ranks import session_on
 
 SCRIPT = '''
 import json
@@ -397,6 +400,21 @@ def test_one_process_is_the_loop_by_hand_and_resumes(
     assert checkpoints(tmp_path) == ["step_00000009", "step_00000012"]
 
 
+class Unsized:
+    def __getitem__(self, number: int) -> Any:
+        return torch.ones(2)
+
+
+class Unfilled(Unsized):
+    """A buffer that is filled after run.loader is called."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> Any:
+        return {}[number]
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -435,6 +453,14 @@ def _zipped(run: Any) -> None:
         list(zip(loader, test_loader, strict=False))
 
 
+def test_an_error_of_the_first_samples_is_told_from_one_of_training() -> None:
+    with pytest.raises(KeyError) as raised, session_on(World()) as run:
+        run.loader(Unfilled(), global_batch_size=4)
+    failure = failure_from(raised.value, 0, RankStatus(), Path("log"), "")
+    assert failure.detail.endswith("(run.loader reads some samples when it is called)")
+    assert failure.remedy.startswith("fill the data set before run.loader is called")
+
+
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda run: run.wrap(run.wrap(net())), "run.wrap got the same parameters twice"),
     (lambda run: run.loader(rows()), "run.loader: global_batch_size is missing"),
@@ -442,6 +468,10 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (
         lambda run: run.test_loader(Endless(), batch_size=4),
         "run.test_loader: Endless is an iterable data set",
+    ),
+    (
+        lambda run: run.loader(Unsized(), global_batch_size=4),
+        "run.loader: Unsized has no __len__, but run.loader divides the samples",
     ),
     (
         lambda run: run.loader(DataLoader(rows()), global_batch_size=4),
