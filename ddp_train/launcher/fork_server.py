@@ -75,7 +75,12 @@ class WorkerSpec:
         return self.environment | numbers
 
     def command(self) -> list[str]:
-        return [sys.executable, *self.program, *self.arguments]
+        """The command line. A script's has its rank, for readers of `ps`, in an option of Python's
+        that has no effect."""
+        options: list[str] = []
+        if self.program not in PROGRAMS:
+            options = ["-X", f"rank={self.environment['RANK']}"]
+        return [sys.executable, *options, *self.program, *self.arguments]
 
     def start_interpreter(self) -> subprocess.Popen[bytes]:
         """Start the worker as a new Python process."""

@@ -815,3 +815,29 @@ def test_a_failure_between_epochs_names_no_hook_and_the_script_wins(tmp_path: Pa
     assert (failure["rank"], failure["phase"]) == (1, "end of an epoch"), failure
     note = "note: DDP_TRAIN_PROCESSES=2 has no effect: the script says processes=3\n"
     assert done.stderr.count(note) == 1, done.stderr
+
+
+TELLS_ITS_COMMAND = """
+from pathlib import Path
+
+import ddp_train
+
+with ddp_train.session("run", processes=3, device="cpu") as run:
+    words = Path("/proc/self/cmdline").read_text().split("\\0")
+    Path(f"command_{run.rank}").write_text(" ".join(words[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["forked", "own interpreter"])
+def test_a_rank_of_a_session_is_named_in_its_command_line(
+    options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TELLS_ITS_COMMAND)
+    argv = [sys.executable, *options, "train.py"]
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        words = " ".join(["-X", f"rank={rank}", *options, "train.py"])
+        assert (tmp_path / f"command_{rank}").read_text().rstrip() == words
