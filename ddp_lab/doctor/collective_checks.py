@@ -68,8 +68,11 @@ def _failed_exchange(
         if result.unkillable_state
     ]
     if unkillable:
+        stacks = " ".join(
+            f"/proc/{result.pid}/stack" for result in results if result.unkillable_state
+        )
         remedy = (
-            "the process waits in the kernel; `cat /proc/PID/stack` and `dmesg` show for what."
+            f"the process waits in the kernel; as root, `cat {stacks}` and `dmesg` show for what."
             " If it is the GPU's driver, reboot the host"
         )
         return failure(" and ".join(unkillable), remedy, HangError.exit_code)

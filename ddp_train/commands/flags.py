@@ -7,12 +7,11 @@ import shutil
 import sys
 
 import ddp_train
-from ddp_train.commands.table import HELP
+from ddp_train.commands.table import CHECK, HELP
 from ddp_train.config.program import CONFIG_DIR, PRESETS, Program
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
-from ddp_train.text import did_you_mean
 
 VERSION = "--version"
 SWEEP = ("-m", "--multirun")
@@ -28,6 +27,8 @@ PURPOSES = (SWEEP, CONFIG, INFO, COMPLETION, HYDRA_HELP)
 COMPLETIONS = ("install=", "uninstall=", "query=")
 """Beginnings of the words after a flag of COMPLETION; the last one is the shell's own."""
 FLAGS = (*HELP, VERSION, *SWEEP, *SHOW, *HOW_TO_SHOW, *OF_HYDRA, *CONFIG_DIR)
+CHECKS = ("--check", "--dry-run", "--dryrun", "--validate")
+"""Flags of other programs for what our command `check` does."""
 WITHOUT_SHARED_SERVER = ("launch.nnodes=", "hydra/launcher=", "sweep.", "launch.fork_server=false")
 """Beginnings of overrides with which the trials of a sweep use no common fork server."""
 
@@ -40,7 +41,7 @@ def run_with_flags(program: Program, argv: list[str], world: World | None) -> in
     flags = [word.partition("=")[0] for word in argv if word.startswith("-")]
     unknown = [flag for flag in flags if flag not in FLAGS]
     if unknown:
-        raise ConfigError([f"{flag}: no such flag{suggestion_for(flag)}" for flag in unknown])
+        raise ConfigError([_no_such_flag(program, argv, flag) for flag in unknown])
     is_sweep = not set(SWEEP).isdisjoint(flags)
     if not set(HELP).isdisjoint(flags):
         return print_help(program)
@@ -131,6 +132,14 @@ def _no_run(_: object) -> None:
     """The task function where Hydra runs nothing."""
 
 
+def _no_such_flag(program: Program, argv: list[str], flag: str) -> str:
+    if flag in CHECKS:
+        words = [word for word in argv if word not in CHECKS]
+        typed = program.command([CHECK, *words])
+        return f"{flag}: no such flag; to check this command and run nothing, use: {typed}"
+    return f"{flag}: no such flag{suggestion_for(flag)}"
+
+
 def suggestion_for(flag: str) -> str:
     """Suggest what an unknown flag was to be; "" if nothing is like it.
 
@@ -143,6 +152,6 @@ def suggestion_for(flag: str) -> str:
     name = flag.lstrip("-").replace("-", "_")
     key = name if name in PRESETS else key_named_like(name)
     similar = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
-    if key and not similar:
-        return f"; did you mean {key}=VALUE?"
-    return did_you_mean(flag, list(FLAGS))
+    if similar:
+        return f"; did you mean {similar[0]}?"
+    return f"; did you mean {key}=VALUE?" if key else ""

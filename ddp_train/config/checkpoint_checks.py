@@ -75,10 +75,13 @@ def _resume(config: Config) -> Iterator[Problem]:
             "add checkpoint.resume=PATH",
         )
     elif config.checkpoint.which == "best":
+        rule = "has no effect with checkpoint.resume=never"
+        if resume == "auto":
+            rule = "with checkpoint.resume=auto a run resumes from its last checkpoint"
         yield Problem(
             "checkpoint.which=best",
-            f"with checkpoint.resume={resume} a run resumes from its last checkpoint",
-            "to start from the best checkpoint of a run, add checkpoint.resume=RUN and use another"
+            rule,
+            "to start from the best checkpoint of a run, use checkpoint.resume=RUN and another"
             " run_dir",
         )
 

@@ -57,15 +57,14 @@ def _compile(config: Config) -> Iterator[Problem]:
             "use tuning.compile_mode=default or max-autotune-no-cudagraphs, or"
             " train.accumulation_steps=1",
         )
-    compiles = tuning.compile or config.model.fused
-    if compiles and config.device == "cpu" and not shutil.which("g++"):
-        found = "tuning.compile=true"
-        if not tuning.compile:
-            found = "model.fused=true"
+    switches = {"tuning.compile": tuning.compile, "model.fused": config.model.fused}
+    compiling = [key for key, is_on in switches.items() if is_on]
+    if compiling and config.device == "cpu" and not shutil.which("g++"):
+        without = " ".join(f"{key}=false" for key in compiling)
         yield Problem(
-            found,
+            f"{compiling[0]}=true",
             "on CPU torch.compile needs g++, which is not installed",
-            "install g++, or use tuning.compile=false",
+            f"install g++, or use {without}",
         )
 
 

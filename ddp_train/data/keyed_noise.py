@@ -25,9 +25,9 @@ Rows = Literal["samples", "views", "parts", "shared"]
 """The sample of the batch that each row of a tensor belongs to: see `noise_like`."""
 
 WAYS = (
-    "if the rows are the whole batch several times, as after torch.cat([view1, view2]), add"
-    " rows='views'; if each sample has several consecutive rows, as after x.flatten(0, 1), add"
-    " rows='parts'; if they are not samples, for example weights, add rows='shared'"
+    "if the rows are the whole batch several times, as after torch.cat([view1, view2]), use"
+    " rows='views'; if each sample has several consecutive rows, as after x.flatten(0, 1), use"
+    " rows='parts'; if they are not samples, for example weights, use rows='shared'"
 )
 OTHER_BATCH = (
     "In a session there is another possible cause, a batch that is not the run's: take the batches"

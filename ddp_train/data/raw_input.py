@@ -179,12 +179,11 @@ def _bytes_or_floats(pixels: Tensor) -> Tensor:
     """
     if pixels.dtype == torch.uint8:
         return pixels
-    wide = pixels.double()  # torch finds no minimum of uint16
-    low = float(wide.min())
-    high = float(wide.max())
-    if not (pixels.is_floating_point() and low >= 0 and high <= 1):
-        raise DataError(
-            f"pixels of {pixels.dtype} lie between {low:g} and {high:g}",
-            "pass uint8, or numbers from 0 to 1",
-        )
+    remedy = "pass uint8 (0 to 255), or floating-point numbers from 0 to 1"
+    if not pixels.is_floating_point():
+        raise DataError(f"pixels are of {pixels.dtype}", remedy)
+    low = float(pixels.min())
+    high = float(pixels.max())
+    if not (low >= 0 and high <= 1):
+        raise DataError(f"pixels of {pixels.dtype} lie between {low:g} and {high:g}", remedy)
     return pixels.float()

@@ -112,10 +112,13 @@ def _check_not_cut_off(transform: Transform, before: Any, after: Any) -> None:
         result = _members(after).get(name)
         mode_after = _mode_in_pil(result)
         is_cut = bool(mode_after) and not is_wide(mode_after)
-        is_negative = isinstance(result, Tensor) and result.dtype == torch.int16
-        if is_cut or is_negative:
+        step = f"data.transform: {type(transform).__name__}"
+        if is_cut:
+            raise DataError(f"{step} got {NotPixelsError(mode)}", OVER_8_BITS)
+        if isinstance(result, Tensor) and result.dtype == torch.int16:
             raise DataError(
-                f"data.transform: {type(transform).__name__} got {NotPixelsError(mode)}",
+                f"{step} makes int16 of an image of PIL's mode {mode}: values from 32,768 on"
+                " become negative",
                 OVER_8_BITS,
             )
 

@@ -35,6 +35,7 @@ Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SeedGenerators = Callable[[int], None]
 """Seeds the global generators with a key."""
+OUTPUTS = "data.outputs"
 MAP_STYLE = (
     "return a map-style data set, which has both, or an iterable one, which has"
     f" __iter__{see_page('Data')}"
@@ -48,6 +49,13 @@ class DeclaredClasses:
     count: int
     said_by: str
     """The key or attribute that declares it, for messages."""
+
+    def way_to(self, count: int) -> str:
+        """The remedy that makes them another number."""
+        verb = "add"
+        if self.said_by.startswith(OUTPUTS):
+            verb = "use"
+        return f"{verb} {OUTPUTS}={count}"
 
 
 class UserDataset:
@@ -184,7 +192,7 @@ class UserDataset:
         Raises ConfigError if the data set declares two.
         """
         if self.given_outputs is not None:
-            return DeclaredClasses(self.given_outputs, f"data.outputs={self.given_outputs}")
+            return DeclaredClasses(self.given_outputs, f"{OUTPUTS}={self.given_outputs}")
         found = []
         for name in ("classes", "num_classes"):
             count = _count_in(getattr(self.dataset, name, None))

@@ -148,18 +148,18 @@ def finish(
         return True
     is_stopped = stop.requested.is_set()
     if mirroring:
-        problem = (
-            f"the newest checkpoint could not be copied to checkpoint.mirror={mirroring.mirror.url}"
-        )
+        mirror = f"checkpoint.mirror={mirroring.mirror.url}"
+        problem = f"the newest checkpoint could not be copied to {mirror}: {mirroring.error}"
         if state == CopyState.FAILED and not is_stopped:
             raise WriteError(
-                f"{problem}: {mirroring.error}",
+                problem,
                 f"the checkpoint itself is in {mirroring.newest}. Check the store, then start the"
                 " same command again, which copies it",
             ) from mirroring.error
         if not stop.goes_on:
-            reason = f": {mirroring.error}" if mirroring.error else " yet"
-            log.warning("%s%s; run the same command again to copy it", problem, reason)
+            if not mirroring.error:
+                problem = f"the newest checkpoint has not been copied to {mirror} yet"
+            log.warning("%s; run the same command again to copy it", problem)
     return not is_stopped
 
 

@@ -34,6 +34,16 @@ EXCHANGES = (
     OWN_GRADIENTS,
 )
 """The name of each exchange of a session, by its number; 0 is that of none."""
+PHRASES = {
+    PASS: "at the beginning of a loop over run.loader",
+    STREAMED_BATCH: "waiting for the next batch of run.loader",
+    LINE: "writing a log line",
+    CHECKPOINT: "saving a checkpoint",
+    KEEPING: "at the end of a step",
+    END_OF_EPOCH: "at the end of an epoch",
+    END_OF_SESSION: "at the end of the session",
+}
+"""What a process does in an exchange that is not a call of the user's."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
 SAME_ORDER = (
     "every process must make the same calls in the same order in every step, even where its"
@@ -101,7 +111,7 @@ def _error(rank: int, mine: int, other_rank: int, other: int) -> UsageError:
     if UNITS in (_name(mine), _name(other)):
         remedy += SAME_MEANS
     return UsageError(
-        f"rank {rank} is in {_described(mine)}, but rank {other_rank} is in {_described(other)}."
+        f"rank {rank} is {_described(mine)}, but rank {other_rank} is {_described(other)}."
         " Each of the two waits for all processes, so the run would hang",
         remedy,
     )
@@ -114,5 +124,5 @@ def _name(exchange: int) -> str:
 def _described(exchange: int) -> str:
     name = _name(exchange)
     if name in (BACKWARD, UNITS, OWN_GRADIENTS):
-        return f"{name} of step {exchange >> 24}"
-    return name
+        return f"in {name} of step {exchange >> 24}"
+    return PHRASES.get(name, f"in {name}")

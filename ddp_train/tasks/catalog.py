@@ -108,15 +108,15 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
         raise ConfigError(
             [
                 f"task=classification: a target has {targets.shape[1]} numbers, but {tells};"
-                " correct one of them, or add data.outputs=NUMBER"
+                f" correct one of them, or {declared.way_to(targets.shape[1])}"
             ]
         )
     if targets.dtype == torch.bool and count != 2:
         raise ConfigError(
             [
                 f"task=classification: the targets are true or false, but {tells}; for two classes"
-                " add data.outputs=2; for one label, yes or no, choose task=multilabel and return"
-                " float(target)"
+                f" {declared.way_to(2)}; for one label, yes or no, choose task=multilabel and"
+                " return float(target)"
             ]
         )
     low = int(targets.min())
@@ -129,7 +129,7 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
     raise ConfigError(
         [
             f"task=classification: the labels are {low} to {high}, but {tells}; {remedy}; for more"
-            f" classes add data.outputs={high + 1}; for numbers return float32 and choose"
+            f" classes {declared.way_to(high + 1)}; for numbers return float32 and choose"
             " task=regression"
         ]
     )

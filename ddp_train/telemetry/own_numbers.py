@@ -45,8 +45,8 @@ def check_name(call: str, name: object, taken: Iterable[str] = ()) -> None:
         )
     if name.endswith(SUFFIX):
         raise LogError(
-            f"{found}: names that end with {SUFFIX} are those of the run's own speeds",
-            f"use another name: my/{name.removesuffix(SUFFIX)}",
+            f"{found}: names ending in {SUFFIX} are reserved for the run's own speeds",
+            f"use another ending: {name.removesuffix(SUFFIX)}_rate",
         )
     if name in (*OF_THE_LINE, *taken):
         raise LogError(f"{found}: {NAME_IS_RESERVED}", f"use another name: my/{name}")

@@ -254,7 +254,9 @@ def at_the_end(mirroring: Mirroring, stop: StopController, config: Config) -> bo
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_its_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_run_waits_for_its_last_copy_as_long_as_it_moves(
+    mirror: Mirror, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(mirror, tmp_path / "run")
     config.launch.timeout_seconds = 0.5
     config.launch.grace_seconds = 0.5
@@ -287,6 +289,10 @@ def test_a_run_waits_for_its_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_p
         seconds = 0.8
         waited = slow()
         assert not at_the_end(waited, stop, config), "a stop waits for half of launch.grace_seconds"
+        told = (
+            f"the newest checkpoint has not been copied to checkpoint.mirror={mirror.url} yet; run"
+        )
+        assert told in caplog.text
         copied(waited)
         moves = False
         seconds = 1.5

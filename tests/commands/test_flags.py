@@ -96,12 +96,23 @@ def test_flags_that_hydra_refuses_are_config_errors(words: list[str]) -> None:
         ("--batch-size", ""),
         ("--epochs", "train.epochs=VALUE"),
         ("--hlep", "--help"),
+        ("--run", ""),
     ],
 )
 def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
     assert (
         f"; did you mean {meant}?" if meant else "no such flag"
     ) in "no such flag" + suggestion_for(flag)
+
+
+@pytest.mark.parametrize("flag", ["--check", "--dry-run"])
+def test_a_flag_that_would_check_is_answered_with_the_command(flag: str) -> None:
+    done = launch("train.epochs=3", flag, "optimizer=adam")
+    assert done.returncode == ConfigError.exit_code
+    _, _, typed = done.stderr.strip().partition("to check this command and run nothing, use: ")
+    program, words = typed.split(" check ")
+    assert program.endswith("launch.py")
+    assert words.splitlines()[0] == "train.epochs=3 optimizer=adam"
 
 
 @pytest.mark.slow

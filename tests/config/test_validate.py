@@ -319,12 +319,12 @@ BAD: dict[str, list[str]] = {
     ],
     "strategy=ordered launch.nproc_per_node=3": [
         "8 virtual shards evenly among 3",
-        "a power of two up to 8",
+        "use launch.nproc_per_node=2, a power of two up to 8",
     ],
     "strategy=ordered launch.nproc_per_node=16": ["16 processes; use strategy.virtual_shards=16"],
     "strategy=ordered launch.nproc_per_node=1 launch.rdzv_endpoint=a:1 run_dir=a launch.nnodes=3": [
         "launch.nnodes=3 launch.nproc_per_node=1: strategy=ordered cannot divide",
-        "use powers of two for both, with at most 8 processes in all",
+        "use launch.nnodes=2 launch.nproc_per_node=1, powers of two with at most 8 processes in all",
     ],
     "strategy=ordered train.global_batch_size=50": [
         "over 8 virtual shards; use train.global_batch_size=48 or 56"
@@ -367,6 +367,10 @@ BAD: dict[str, list[str]] = {
     ],
     "data=image_folder data.root=nowhere": ["nowhere/train must hold a folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
+    "checkpoint.resume=never checkpoint.which=best": [
+        "checkpoint.which=best: has no effect with checkpoint.resume=never; to start from"
+    ],
+    "checkpoint.which=best": ["with checkpoint.resume=auto a run resumes from its last"],
     "checkpoint.resume=/nowhere": [
         "no such folder; use checkpoint.resume=auto, never, or the path"
     ],
@@ -468,6 +472,15 @@ def test_a_folder_of_images_without_classes_is_to_be_sorted(tmp_path: Path) -> N
     assert problems_of(*words, "data.validation_sets.other=5") == [
         "data.validation_sets.other=5: must name a folder that has one folder per class: a path"
         " relative to data.root, or an absolute path"
+    ]
+
+
+def test_what_compiles_without_a_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    problems = problems_of("model=gelu_mlp", "model.fused=true", "tuning.compile=false")
+    assert [problem for problem in problems if "g++" in problem] == [
+        "model.fused=true: on CPU torch.compile needs g++, which is not installed; install g++, or"
+        " use model.fused=false"
     ]
 
 

@@ -215,7 +215,10 @@ def test_a_transform_that_cuts_numbers_off_is_refused() -> None:
         for sample in (depth, (depth, 1), {"depth": depth}):
             if isinstance(sample, dict) and isinstance(transform, ToTensor):
                 continue  # takes an image alone
-            with pytest.raises(DataError, match=f"data.transform: .* got {WIDE}"):
+            expected = f"data.transform: .* got {WIDE}"
+            if isinstance(transform, ToTensor):  # PIL cuts off nothing there
+                expected = "ToTensor makes int16 of an image of PIL's mode I;16: values from 32,768"
+            with pytest.raises(DataError, match=expected):
                 apply_transform(transform, sample)
     whole = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     scaled, _ = apply_transform(whole, (depth, 1))
@@ -255,7 +258,7 @@ def test_raw_images_of_many_bits_are_named(tmp_path: Path) -> None:
         gray(path)
     with pytest.raises(DataError, match=f"an image of PIL: {WIDE}"):
         gray(Image.open(path))
-    with pytest.raises(DataError, match=r"pixels of torch\.uint16 lie between 40000 and 40000"):
+    with pytest.raises(DataError, match=r"pixels are of torch\.uint16$"):
         gray(np.full((SIDE, SIDE), 40_000, np.uint16))
     inks = ImageInput((4, SIDE, SIDE), (0.0,) * 4, (1.0,) * 4)
     assert centre(255 * inks(of_mode("CMYK", (0, 100, 200, 55)))).tolist() == pytest.approx(

@@ -41,13 +41,15 @@ def test_raw_images_become_what_the_data_set_gives(tmp_path: Path) -> None:
         torch.testing.assert_close(prepare(image / 255), expected[number])
     assert prepare(Image.new("RGB", (30, 20))).shape == (1, 8, 8)
     for wrong in (
-        np.full((8, 8), 200),
         np.full((8, 8), 16.0),
         np.full((8, 8), -0.5),
         np.full((8, 8), np.nan),
     ):
         with pytest.raises(DataError, match="pixels of torch"):
             prepare(wrong)
+    with pytest.raises(DataError, match=r"pixels are of torch\.int64$") as refused:
+        prepare(np.ones((8, 8), dtype=np.int64))
+    assert refused.value.remedy == ("pass uint8 (0 to 255), or floating-point numbers from 0 to 1")
     with pytest.raises(DataError, match="an image has 3 channels, but the model takes 1"):
         prepare(np.zeros((8, 8, 3), dtype=np.uint8))
     colours = ImageInput((3, 8, 8), (0.0,) * 3, (1.0,) * 3)

@@ -54,6 +54,7 @@ def test_unkillable_process_is_named_and_left_behind(tmp_path: Path) -> None:
         71,
         "rank 1 on node1",
         "in stage 'import torch') survives SIGKILL (state D)",
+        "as root, `cat /proc/",
     )
 
 

@@ -81,7 +81,9 @@ def test_a_process_that_went_on_is_told_of_an_earlier_one() -> None:
         first.enter(BACKWARD, step)
     for step in range(5):
         second.enter(BACKWARD, step)
-    with pytest.raises(UsageError, match=r"rank 1 is in a checkpoint, but rank 0 is in backward"):
+    with pytest.raises(
+        UsageError, match=r"rank 1 is saving a checkpoint, but rank 0 is in backward"
+    ):
         second.enter(CHECKPOINT)
 
 

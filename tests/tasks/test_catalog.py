@@ -167,7 +167,7 @@ READINGS = {
     "amounts as integers": (
         {"targets": [90_000, 120_000] * 9, "outputs": 1},
         "data.outputs=1 gives 1 class; the labels of 1 class must be 0 to 0: if yours begin at 1,"
-        " return label - 1; for more classes add data.outputs=120001; for numbers return float32",
+        " return label - 1; for more classes use data.outputs=120001; for numbers return float32",
     ),
     "truth beside ten classes": (
         {"targets": [True, False] * 9, "num_classes": 10},
@@ -175,7 +175,12 @@ READINGS = {
     ),
     "soft labels of more classes": (
         {"targets": [torch.eye(4)[0]] * 9, "classes": NAMES, "name": "classification"},
-        "a target has 4 numbers, but `classes` of Told gives 3 classes",
+        "a target has 4 numbers, but `classes` of Told gives 3 classes; correct one of them, or"
+        " add data.outputs=4",
+    ),
+    "soft labels of more outputs": (
+        {"targets": [torch.eye(5)[0]] * 9, "outputs": 3, "name": "classification"},
+        "but data.outputs=3 gives 3 classes; correct one of them, or use data.outputs=5",
     ),
     "two numbers of classes": (
         {"targets": [0, 1, 2] * 9, "classes": NAMES, "num_classes": 5},

@@ -209,7 +209,7 @@ def test_numbers_that_no_exchange_has_are_kept_with_their_moments() -> None:
     ("arguments", "message"),
     [
         (("loss", torch.ones(2)), "metrics.jsonl already have a field of that name"),
-        (("tokens_per_second", torch.ones(2)), "names that end with _per_second"),
+        (("tokens_per_second", torch.ones(2)), "names ending in _per_second"),
         (("a//b", torch.ones(2)), "this name is not allowed"),
         (("kl\n", torch.ones(2)), "this name is not allowed"),
         (("k" * 101, torch.ones(2)), "the name has 101 characters"),

@@ -12,6 +12,11 @@ from ddp_train.options.schema import Config, RequestedRun, StrategyConfig
 from ddp_train.text import counted, shown
 
 
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is not above a number of at least 1."""
+    return 1 << (number.bit_length() - 1)
+
+
 @dataclass
 class OrderedConfig(StrategyConfig):
     """Gradients summed in a fixed order: the same bits on any number of processes, slower than
@@ -50,13 +55,17 @@ class OrderedConfig(StrategyConfig):
         shards = self.virtual_shards
         hosts = int(config.launch.nnodes)
         processes = config.process_count
-        is_power_of_two = not processes & processes - 1
         found = f"launch.nproc_per_node={config.launch.nproc_per_node}"
-        use = f"a power of two up to {shards}"
+        fewer_hosts = _power_of_two(min(hosts, shards))
+        fewer = _power_of_two(min(processes // hosts, shards // fewer_hosts))
+        use = f"launch.nproc_per_node={fewer}, a power of two up to {shards}"
         if hosts > 1:
             found = f"launch.nnodes={hosts} {found}"
-            use = f"powers of two for both, with at most {shards} processes in all"
-        if processes > shards and is_power_of_two:
+            use = (
+                f"launch.nnodes={fewer_hosts} launch.nproc_per_node={fewer}, powers of two with at"
+                f" most {shards} processes in all"
+            )
+        if processes > shards and processes == _power_of_two(processes):
             use = f"strategy.virtual_shards={processes}"
         return Problem(
             found,
