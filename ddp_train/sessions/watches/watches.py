@@ -20,6 +20,7 @@ from ddp_train.sessions.watches.data_epochs import DataEpochs
 from ddp_train.sessions.watches.first_epoch import FirstEpoch
 from ddp_train.sessions.watches.first_step import FirstStep
 from ddp_train.sessions.watches.loop_generators import LoopGenerators
+from ddp_train.sessions.watches.loop_passes import LoopPasses
 from ddp_train.sessions.watches.printed_counts import PrintedCounts
 from ddp_train.sessions.watches.score_watch import ScoreWatch
 
@@ -47,6 +48,8 @@ class Watches:
         """None before the loop over epochs begins."""
         self.generators: LoopGenerators | None = None
         """On rank 0 alone."""
+        self.passes: LoopPasses | None = None
+        """On rank 0 alone, and where steps are resumed."""
         self.whole_epochs = False
 
     def begin_epochs(self, saved: Collection[Any] | None, whole: bool) -> None:
@@ -56,6 +59,7 @@ class Watches:
         if self.world.is_leader and saved is not None:
             beside = [one for one in saved if not isinstance(one, nn.Module | Optimizer)]
             self.generators = LoopGenerators(beside)
+            self.passes = None if whole else LoopPasses()
         self.scores.scored_elsewhere = False  # a pass that sets the model up is no score
 
     def begin_epoch(self, is_last: bool) -> None:
@@ -76,6 +80,8 @@ class Watches:
         self.scores.begin_step()
         if self.first_step:
             self.first_step.begin(self.loop.position.step)
+        if self.passes:
+            self.passes.begin_step(self.loop.position.step)
         if self.first_epoch:
             self.first_epoch.begin_step([loader.facts for loader in self.loaders.current])
 
