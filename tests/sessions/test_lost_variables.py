@@ -173,6 +173,41 @@ def with_nothing(run: Run, whole: bool) -> nn.Module:
     return model
 
 
+def with_own_gradients(run: Run, whole: bool) -> nn.Module:
+    """Of which a loss of the first step is a part (as of GradNorm)."""
+    model, optimizer, loader = begun(run)
+    first = None
+    for _ in run.epochs(2, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = run.mean((model(x).squeeze(1) - y).square())
+            now = run.sum(loss.item()) / run.processes
+            if first is None:
+                first = now
+            loss.backward()
+            bias = model[2].bias
+            aim = torch.tensor(now / first)
+            bias.grad = torch.autograd.grad((bias - aim).square().sum(), bias)[0]
+            optimizer.step()
+    return model
+
+
+def without_mean(run: Run, whole: bool) -> nn.Module:
+    """Gradients of sums, by a factor that goes on from step to step."""
+    model, optimizer, loader = begun(run)
+    factor = 1.0
+    for _ in run.epochs(2, whole=whole):
+        for x, y in loader:
+            losses = (model(x).squeeze(1) - y).square()
+            weights = list(model.parameters())
+            own = torch.autograd.grad(losses.sum(), weights)
+            for weight, gradient in zip(weights, own, strict=True):
+                weight.grad = factor * run.sum(gradient) / run.sum(len(x))
+            optimizer.step()
+            factor = 0.9 * factor
+    return model
+
+
 class Detector:
     """A loop in a class, whose radius goes on from step to step."""
 
@@ -354,6 +389,8 @@ OVER_EPOCHS = [
     (with_anchor, "anchor"),
     (with_attribute, "model.anchor"),
     (with_best_weights, "best, best_weights, saved"),
+    (with_own_gradients, "first"),
+    (without_mean, "factor"),
 ]
 
 

@@ -38,6 +38,8 @@ WEIGHTS = {"parameters", "named_parameters", "buffers", "state_dict", "param_gro
 """Attributes of models and optimizers whose items are weights, or say how these are updated."""
 SIZES = (int, float, str, tuple, list)
 """Types of attributes of a model that are no weights."""
+GRADIENT = "grad"
+"""The attribute by which an optimizer gets a gradient, also one that a loop sets itself."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
 
@@ -157,9 +159,11 @@ class Flow:
         return bool(attributes & WEIGHTS or names & self.weights)
 
     def is_of_weights(self, node: ast.AST) -> bool:
-        """Whether what is changed is a weight, or a learning rate: `p.data`, `group["lr"]`."""
+        """Whether what is changed is a weight, a gradient or a learning rate: `p.data`, `w.grad`,
+        `group["lr"]`."""
         parts = list(_objects_of(node))
-        if any(isinstance(part, ast.Attribute) and part.attr in WEIGHTS for part in parts):
+        attributes = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        if attributes & {*WEIGHTS, GRADIENT}:
             return True
         return bool(parts) and getattr(parts[-1], "id", "") in self.weights
 
@@ -672,6 +676,7 @@ def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:
                 if function.startswith(CLIP):
                     flow.need(flow.names_in_arguments(node), conditions)
             case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+                flow.has_losses |= getattr(node, "attr", "") == GRADIENT
                 flow.change_weights(statement, node, conditions)
 
 
