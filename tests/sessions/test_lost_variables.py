@@ -208,6 +208,37 @@ def without_mean(run: Run, whole: bool) -> nn.Module:
     return model
 
 
+def with_own_counts(run: Run, whole: bool) -> nn.Module:
+    """A count that is set anew in each step, and the index of a loop in it."""
+    model, optimizer, loader = begun(run)
+    for _ in run.epochs(2, whole=whole):
+        for it, (x, y) in enumerate(loader):
+            it = run.step
+            optimizer.zero_grad()
+            losses = (model(x).squeeze(1) - y).square()
+            parts = [run.mean(losses * (1 + i)) for i in range(2)]
+            for i in range(2):
+                (parts[i] / (1 + it)).backward(retain_graph=True)
+            optimizer.step()
+    return model
+
+
+def with_shown(run: Run, whole: bool) -> nn.Module:
+    """A loss of some steps that others show."""
+    model, optimizer, loader = begun(run)
+    penalty = torch.zeros(1)
+    for _ in run.epochs(2, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.mean((model(x).squeeze(1) - y).square()).backward()
+            if run.step % 2 == 0:
+                penalty = run.mean(model(x).square().squeeze(1))
+                penalty.backward()
+            optimizer.step()
+            print(f"{run.step}: {penalty.item()}")
+    return model
+
+
 class Detector:
     """A loop in a class, whose radius goes on from step to step."""
 
@@ -590,6 +621,8 @@ def test_nothing_goes_over_a_single_epoch(
         (with_teacher, "teacher"),
         (with_pool, "pool.rows"),
         (with_passes, "number"),
+        (with_own_counts, ""),
+        (with_shown, ""),
         (with_alias, ""),
         (with_nothing, ""),
     ],

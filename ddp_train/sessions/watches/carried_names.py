@@ -40,6 +40,8 @@ SIZES = (int, float, str, tuple, list)
 """Types of attributes of a model that are no weights."""
 GRADIENT = "grad"
 """The attribute by which an optimizer gets a gradient, also one that a loop sets itself."""
+LOGS = {"print", "log", "info", "debug", "warning", "set_description", "set_postfix", "add_scalar"}
+"""Functions, of any owner, that show what they get: no loss comes from that."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
 
@@ -446,14 +448,25 @@ def _objects_of(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _counts_of(loop: ast.For | ast.While) -> set[str]:
-    """The name of the count in `for i, batch in enumerate(loader)`."""
+    """The name of the count in `for i, batch in enumerate(loader)`, unless the body sets it."""
     match loop:
         case ast.For(
             target=ast.Tuple(elts=[ast.Name(id=name), *_]),
             iter=ast.Call(func=ast.Name(id="enumerate"), args=[_], keywords=[]),
-        ):
+        ) if not _is_set_first(name, loop.body):
             return {name}
     return set()
+
+
+def _is_set_first(name: str, body: list[ast.stmt]) -> bool:
+    """Whether statements set a name before they use it: `i = run.step`."""
+    for statement in body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
+                return name not in names_in(value)
+        if name in names_in(statement):
+            return False
+    return False
 
 
 def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
@@ -686,6 +699,8 @@ def _follow_call(call: ast.Call, conditions: set[str], flow: Flow) -> None:
     owner = flow.owner_of(getattr(call.func, "value", call.func))
     if owner and method == "clear":
         flow.set(owner, set(), conditions)
+        return
+    if (method or dotted(call.func)) in LOGS:
         return
     flow.read(flow.names_in(call))
     if owner and method.endswith("_"):

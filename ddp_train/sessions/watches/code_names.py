@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
 
 def names_in(node: ast.AST) -> set[str]:
     """The names in an expression: of `self.q[0].mean()` both `self.q` and `self`.
@@ -20,9 +22,20 @@ def names_in(node: ast.AST) -> set[str]:
         name = dotted(part)
         if name:
             found |= {name, *owners_of(name)} - containers_of(name)
+        elif isinstance(part, COMPREHENSIONS):
+            found |= _names_in_comprehension(part)
         else:
             waiting += ast.iter_child_nodes(part)
     return found
+
+
+def _names_in_comprehension(node: ast.AST) -> set[str]:
+    """Without its own variables, which no other code has: `i` of `losses[i] for i in range(3)`."""
+    children = list(ast.iter_child_nodes(node))
+    loops = [child for child in children if isinstance(child, ast.comprehension)]
+    own = set().union(*(names_in(loop.target) for loop in loops))
+    found = set().union(*map(names_in, children))
+    return {name for name in found if name.partition(".")[0] not in own}
 
 
 def owner_of(node: ast.AST) -> str:
