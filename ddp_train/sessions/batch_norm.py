@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.distributed.training_step import TrainingStep, beside
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
+from ddp_train.parallel.sync_batch_norm import synchronised_on
 from ddp_train.sessions.open_step import StepRows
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
@@ -42,13 +42,13 @@ def update_statistics(steps: Steps, loader: Any, model: nn.Module) -> None:
     with (
         torch.no_grad(),
         _begun_anew(model, layers),
-        _over_all_processes(model, steps) as whole,
+        _over_all_processes(model, steps),
         keyed_generators() as seed_generators,
     ):
         seed_generators(_key_of_draws(steps))
         for batch in loader.further_pass():
             with beside(_step_of(batch.micro_batch, steps)):
-                whole(_inputs_of(batch.data))
+                model(_inputs_of(batch.data))
     steps.status.phase = phase
 
 
@@ -90,28 +90,14 @@ def _begun_anew(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _over_all_processes(model: nn.Module, steps: Steps) -> Iterator[nn.Module]:
-    """A module that calls the model; inside, its batch norm is over the samples of all processes.
-
-    Layers that are not take turns with others that have the same tensors.
-    """
-    whole = nn.Sequential(model)
-    if steps.world.size == 1:
-        yield whole
-        return
-    together: dict[nn.Module, nn.Module] = {}
-    places: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(whole.modules()):
-        for name, layer in parent._modules.items():
-            is_apart = not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
-            if isinstance(layer, _BatchNorm) and is_apart:
-                places.append((parent, name, layer))
-                if layer not in together:
-                    together[layer] = synchronised_on(steps.device, layer)
-    for parent, name, layer in places:
-        parent._modules[name] = together[layer]
+def _over_all_processes(model: nn.Module, steps: Steps) -> Iterator[None]:
+    """Inside, batch norm of the model is over the samples of all processes."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    classes = {layer: type(layer) for layer in layers}
+    if steps.world.size > 1:
+        synchronised_on(steps.device, model)
     try:
-        yield whole
+        yield
     finally:
-        for parent, name, layer in places:
-            parent._modules[name] = layer
+        for layer, own in classes.items():
+            layer.__class__ = own

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import update_bn
 
 from ddp_train.distributed.training_step import BATCH_NORM, CURRENT
 from ddp_train.parallel.naming_ddp import ddp_arguments
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
+from ddp_train.parallel.sync_batch_norm import TOGETHER, synchronised_on
 from ddp_train.sessions.gradient_exchange import GradientExchange
 from ddp_train.sessions.parameter_groups import parameters_of, shared_parameters
 from ddp_train.sessions.settings import UsageError
@@ -55,7 +55,8 @@ class Wrapped(nn.Module):
         if processes > 1 and sync_batch_norm:
             module = synchronised_on(device, module)
             for layer in module.modules():
-                if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+                has_hook = _before_batch_norm in layer._forward_pre_hooks.values()
+                if isinstance(layer, TOGETHER) and not has_hook:
                     layer.register_forward_pre_hook(_before_batch_norm)
         self.module = module.to(device)
         arguments = None

@@ -4,28 +4,65 @@ whole batch in one."""
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, cost_of, synchronised
+from ddp_train.errors import ModelError
+from ddp_train.parallel.sync_batch_norm import (
+    TOGETHER,
+    SyncBatchNorm,
+    cost_of,
+    synchronised,
+    synchronised_on,
+)
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
 from tests.support.jobs import config_of, largest_difference, table, trained
 from tests.support.ranks import on_ranks
 
+
+class WithRelu(nn.BatchNorm2d):
+    """A layer as users write them, whose forward does more."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class ByHand(nn.BatchNorm2d):
+    """A layer as timm's BatchNormAct2d, whose forward calls no other layer's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        parameters = self.weight, self.bias
+        return functional.batch_norm(input, *statistics, *parameters, self.is_training(), 0.1)
+
+    def is_training(self) -> bool:
+        return self.training
+
+
+class Frozen(ByHand):
+    """A layer that normalises by its running statistics in train mode too."""
+
+    def is_training(self) -> bool:
+        return False
+
+
 FEATURES = 3
 BATCHES = 3
-SHAPES = {"1d": (), "1d sequence": (5,), "2d": (4, 5), "3d": (2, 3, 4)}
+SHAPES = {"1d": (), "1d sequence": (5,), "2d": (4, 5), "with ReLU": (4, 5), "3d": (2, 3, 4)}
 LAYERS = {
     "1d": nn.BatchNorm1d,
     "1d sequence": nn.BatchNorm1d,
     "2d": nn.BatchNorm2d,
+    "with ReLU": WithRelu,
     "3d": nn.BatchNorm3d,
 }
 
@@ -95,6 +132,7 @@ def normalised(
         ("1d", {}),
         ("1d sequence", {}),
         ("2d", {}),
+        ("with ReLU", {}),
         ("3d", {}),
         ("2d", {"momentum": None}),
         ("2d", {"affine": False, "eps": 0.1}),
@@ -160,6 +198,64 @@ def test_what_is_converted_keeps_its_tensors_names_and_mode() -> None:
     assert list(before) == list(after) and all(before[name] is after[name] for name in before)
     layer = converted[1]["norm"]
     assert (layer.eps, layer.momentum, layer.training) == (0.1, 0.3, False)
+
+
+def halved(_: nn.Module, inputs: object, outputs: Tensor) -> Tensor:
+    return outputs / 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, WithRelu, Frozen])
+def test_layers_remain_the_same_objects_of_their_class(device: str, cls: type[nn.Module]) -> None:
+    layer = cls(FEATURES)
+    layer.register_forward_hook(halved)
+    model = synchronised_on(device, nn.Sequential(layer, nn.Identity(), layer))
+    assert model[0] is layer and model[2] is layer
+    assert isinstance(layer, TOGETHER) and isinstance(layer, cls)
+    if cls.__module__.startswith("torch"):
+        assert "BatchNorm" in type(layer).__name__
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    inputs = torch.randn(4, FEATURES, *[2] * (0 if cls is nn.BatchNorm1d else 2))
+    if cls is nn.BatchNorm3d:
+        inputs = inputs[..., None]
+    for copied in (layer, copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
+        assert type(copied) is type(layer)
+        expected = cls(FEATURES)(inputs) / 2
+        torch.testing.assert_close(copied(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_layers_are_not_touched() -> None:
+    for layer in (nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3), nn.LayerNorm(3)):
+        assert type(synchronised(copy.deepcopy(layer))) is type(layer)
+    gpu_layer = nn.SyncBatchNorm(3)
+    assert type(synchronised_on("cuda:0", gpu_layer)) is nn.SyncBatchNorm
+    ours = synchronised(nn.BatchNorm2d(3))
+    assert isinstance(synchronised_on("cuda:0", ours), SyncBatchNorm), "the user's choice stays"
+
+
+def test_lazy_layers_must_have_seen_a_batch() -> None:
+    layer = nn.LazyBatchNorm1d(affine=False, track_running_stats=False)
+    with pytest.raises(ModelError, match="LazyBatchNorm1d") as caught:
+        synchronised(nn.Sequential(layer))
+    assert "call the model once" in caught.value.remedy
+    layer(torch.randn(4, 3))
+    assert isinstance(synchronised(layer), SyncBatchNorm)
+
+
+def by_hand(world: World) -> str:
+    inputs = torch.randn(4, FEATURES, 2, 2)
+    synchronised(Frozen(FEATURES))(inputs)
+    with pytest.raises(ModelError) as caught:
+        synchronised(nn.Sequential(ByHand(FEATURES)))(inputs)
+    return f"{caught.value}; {caught.value.remedy}"
+
+
+def test_a_layer_that_takes_its_own_statistics_is_refused() -> None:
+    for said in on_ranks(3, by_hand):
+        assert "ByHand.forward does not call super().forward" in said
+        assert "run.wrap(model, sync_batch_norm=False)" in said
 
 
 def test_what_it_costs_is_said_with_the_way_out() -> None:

@@ -267,3 +267,40 @@ def test_statistics_of_each_process_are_its_own_in_an_average(tmp_path: Path) ->
     for whole, again in found:
         torch.testing.assert_close(again, whole, rtol=0, atol=0)
         torch.testing.assert_close(whole[1], found[0][0][1], rtol=0, atol=0)
+
+
+def freeze(layer: nn.Module) -> None:
+    if isinstance(layer, nn.BatchNorm1d):
+        layer.eval()
+
+
+def decay_momentum(layer: nn.Module) -> None:
+    if isinstance(layer, nn.BatchNorm1d):
+        layer.momentum = 0.02
+
+
+def found_by_class(world: World, change: Callable[[nn.Module], None]) -> Weights:
+    """What a model ends with whose batch norms are changed after run.wrap, found by their class."""
+    with session_on(world) as run:
+        torch.manual_seed(0)
+        model = run.wrap(
+            nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+        )
+        optimizer = sgd(model)
+        loader = run.loader(rows(), global_batch_size=BATCH)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(2):
+            model.train()
+            model.apply(change)
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                run.mean((model(inputs)[:, 0] - labels).square()).backward()
+                optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("change", [freeze, decay_momentum])
+def test_layers_are_found_by_their_class(change: Callable[[nn.Module], None]) -> None:
+    (expected,) = on_ranks(1, found_by_class, change)
+    for state in on_ranks(3, found_by_class, change):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)

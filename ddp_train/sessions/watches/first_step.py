@@ -15,7 +15,7 @@ from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.distributed.world import World
 from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm
+from ddp_train.parallel.sync_batch_norm import TOGETHER
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.watches.beside_mean import BESIDE, BesideMean
 from ddp_train.sessions.watches.local_gradients import LocalGradients
@@ -106,8 +106,7 @@ class FirstStep:
 
     def see_inputs(self, model: nn.Module, inputs: Any) -> None:
         """Called after a forward pass in train mode."""
-        together = (SyncBatchNorm, nn.SyncBatchNorm)
-        if self.rows or not any(isinstance(layer, together) for layer in model.modules()):
+        if self.rows or not any(isinstance(layer, TOGETHER) for layer in model.modules()):
             return
         for rows in tensors(inputs):
             if rows.is_floating_point() and rows.ndim and not bool((rows == rows[:1]).all()):
