@@ -72,6 +72,12 @@ _LIMITS = {
         " last batch of an epoch): change train.global_batch_size, or use another norm. If the"
         " layer is frozen, name it in model.freeze: then it stays in eval mode"
     ),
+    "derivative for aten::batch_norm_backward": (
+        "torch's batch norm over all processes has no second derivatives on GPUs, as a gradient"
+        " penalty needs them. That of ddp_train.synchronised(model) has: return it from the"
+        " function that makes the model, or in a session use"
+        " run.wrap(ddp_train.synchronised(model))"
+    ),
 }
 """Limits of the host and of torch: patterns of their messages, and remedies."""
 _LESS_MEMORY = (

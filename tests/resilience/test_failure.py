@@ -39,6 +39,13 @@ def test_inputs_of_another_number_type_have_a_remedy(layer: nn.Module, dtype: to
     )
 
 
+@pytest.mark.parametrize("operation", ["batch_norm_backward_elemt", "batch_norm_backward_reduce"])
+def test_second_derivatives_of_batch_norm_on_gpus_have_a_remedy(operation: str) -> None:
+    error = RuntimeError(f"derivative for aten::{operation} is not implemented")
+    failure = failure_from(error, 0, RankStatus(), Path("log"), "")
+    assert "run.wrap(ddp_train.synchronised(model))" in failure.remedy
+
+
 def test_names_of_plain_ddp_have_a_remedy() -> None:
     weights = nn.Linear(3, 2).state_dict()
     for name, is_plain in (("module.weight", True), ("modules", False)):
