@@ -37,6 +37,10 @@ DISTINCT_SAMPLES = 7
 """The most samples of the batch without copies."""
 TOLERANCE = 0.02
 """Relative difference below which two losses count as equal: bfloat16 has 8 bits."""
+EXACT_TOLERANCE = 1e-9
+"""The same in float64."""
+CPU_TOLERANCE = 1e-3
+"""The same in float32 on CPUs, with a margin for losses that are small beside the outputs."""
 UNIT_TOLERANCE = 1e-5
 """The same of two counts of units, which may be weights that are added up in float32."""
 LINE_TOLERANCE = 1e-4
@@ -45,9 +49,10 @@ chance. In 16 bits a penalty is left to `mode=prove`."""
 DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
 MIXED = (
     "loss() of several samples is not the sum of their losses: it compares samples (in-batch"
-    " negatives, mining, statistics of the batch), or depends on padding. Each process has its"
-    " own samples only, so the loss depends on the number of processes. To compare the samples"
-    " of all processes, use `rows, own = ddp_train.all_gather(outputs)`"
+    " negatives, mining, statistics of the batch), or depends on padding or on what a collate_fn"
+    " mixes or draws. Each process has its own samples only, so the loss depends on the number of"
+    " processes. To compare the samples of all processes, use `rows, own ="
+    " ddp_train.all_gather(outputs)`"
 )
 CHANGED_BY_TESTS = (
     "score() returns no entry 'loss', so evaluations call loss(), which changes {}: samples of the"
@@ -63,10 +68,10 @@ CHANGES = "changes the buffer "
 MOST_NAMES = 3
 """The most names that a warning lists."""
 MIXED_BY_MODEL = (
-    "the output for a sample depends on the other samples of its batch: forward uses a mean, a"
-    " maximum or other statistics of the batch, or its padding. Each process has its own samples"
-    " only, so the result depends on the number of processes. To use the samples of all processes,"
-    " take such statistics from `rows, own = ddp_train.all_gather(inputs)`"
+    "the output for a sample depends on the other samples of its batch: on a mean, a maximum or"
+    " other statistics, on padding, or on what a collate_fn mixes or draws. Each process has its"
+    " own samples only, so the result depends on the number of processes. To use the samples of all"
+    " processes, take such statistics from `rows, own = ddp_train.all_gather(inputs)`"
 )
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
@@ -84,6 +89,8 @@ class LossTrial:
     """Neither random numbers nor buffers were touched: else each batch may have others."""
     has_gathered: bool = False
     """The loss called `all_gather`."""
+    tolerance: float = TOLERANCE
+    """See `_tolerance`."""
 
     def problem(self, task: Task) -> str:
         """The reason why the loss is not a sum over its units, with a remedy; "" if it is."""
@@ -157,7 +164,7 @@ class LossTrial:
         whole = self.of_distinct[0]
         if not all(map(math.isfinite, [whole, *losses])):
             return False
-        allowed = TOLERANCE * math.fsum(map(abs, losses))
+        allowed = self.tolerance * math.fsum(map(abs, losses))
         return abs(whole - math.fsum(losses)) > allowed
 
 
@@ -235,8 +242,10 @@ def _tried(
             loss, units = module.loss_of(batch_of(batch))
         return float(loss), float(units)
 
+    roots = {"model": module.model, "task": module.task}
     gathers = CURRENT.gathers
     with undisturbed(module, "the trial of loss()") as effects:
+        before = state_of(roots)
         if in_training:
             _train_own_layers(module)
         trial = LossTrial(
@@ -244,8 +253,24 @@ def _tried(
             of_distinct=loss_of(numbers),
             of_each=[loss_of(number) for number in numbers[:, None]],
         )
-    has_gathered = CURRENT.gathers > gathers
-    return replace(trial, is_repeatable=not effects, has_gathered=has_gathered)
+        if in_training and replaced(before, state_of(roots)):
+            effects.append("changes attributes")  # a count of steps, as of an annealed loss
+    return replace(
+        trial,
+        is_repeatable=not effects,
+        has_gathered=CURRENT.gathers > gathers,
+        tolerance=_tolerance(module),
+    )
+
+
+def _tolerance(module: ModelWithTask) -> float:
+    """Relative difference below which two sums of the same losses count as equal."""
+    if module.autocast is not None or module.device_type != "cpu":
+        return TOLERANCE  # with TensorFloat-32 too
+    types = {parameter.dtype for parameter in module.parameters()}
+    if types == {torch.float64}:
+        return EXACT_TOLERANCE
+    return CPU_TOLERANCE if types <= {torch.float32, torch.float64} else TOLERANCE
 
 
 def _tried_in_training(module: ModelWithTask, batch_of: BatchOf, samples: int) -> LossTrial | None:
