@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, HookStates
 from ddp_train.engine.loop import Job
 from ddp_train.engine.step_observers import PhaseReports
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, StateError
 from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.recovery.kept_hooks import HooksPlace, HooksPlaces
 from ddp_train.recovery.kept_layout import packed
@@ -185,6 +185,8 @@ class RunKeeper(StepObserver):
         try:
             self._write_hooks(after, job.step)
             self._write(kept, state_mark(job.step, is_later=True))
+        except StateError:
+            raise  # no checkpoint could be saved either
         except LaunchError as error:
             self.keeper.give_up(error)
 
