@@ -214,6 +214,8 @@ def check_model(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str
     """Warn of a model whose output for a sample depends on others of its process, where there are
     several.
 
+    In eval mode alone: passes in train mode may count, write or wait, which nothing puts back.
+
     samples: of the data set.
     key: key and value that name the model.
     """
@@ -226,8 +228,7 @@ def check_model(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str
     except Exception as error:  # noqa: BLE001  training itself will raise it, if it is one
         log.info("no trial of the model: %s: %s", type(error).__name__, first_line(error))
         return
-    in_training = _tried_in_training(module, batch_of, samples)
-    if trial.compares_own_samples or (in_training and in_training.compares_own_samples):
+    if trial.compares_own_samples:
         log.warning("%s: %s", key, MIXED_BY_MODEL)
 
 
@@ -240,7 +241,7 @@ def _tried(
     def loss_of(batch: np.ndarray) -> Sum:
         with scored(evaluation_batch(0, batch)):
             loss, units = module.loss_of(batch_of(batch))
-        return float(loss), float(units)
+        return _number(loss), _number(units)
 
     roots = {"model": module.model, "task": module.task}
     gathers = CURRENT.gathers
@@ -261,6 +262,10 @@ def _tried(
         has_gathered=CURRENT.gathers > gathers,
         tolerance=_tolerance(module),
     )
+
+
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)  # float() warns of gradients
 
 
 def _tolerance(module: ModelWithTask) -> float:

@@ -139,20 +139,21 @@ class Coupled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("centre", "ranks", "is_told"),
+    ("centre", "ranks", "model_is_told", "task_is_told"),
     [
-        (lambda model, inputs: inputs.mean(0), 3, True),
-        (lambda model, inputs: inputs.mean(0) if model.training else 0, 3, True),
-        (lambda model, inputs: inputs.mean(0), 1, False),
-        (lambda model, inputs: all_gather(inputs)[0].mean(0), 3, False),
-        (lambda model, inputs: inputs.mean(1, keepdim=True), 3, False),
-        (lambda model, inputs: torch.rand_like(inputs) if model.training else 0, 3, False),
+        (lambda model, inputs: inputs.mean(0), 3, True, True),
+        (lambda model, inputs: inputs.mean(0) if model.training else 0, 3, False, True),
+        (lambda model, inputs: inputs.mean(0), 1, False, False),
+        (lambda model, inputs: all_gather(inputs)[0].mean(0), 3, False, False),
+        (lambda model, inputs: inputs.mean(1, keepdim=True), 3, False, False),
+        (lambda model, inputs: torch.rand_like(inputs) if model.training else 0, 3, False, False),
     ],
 )
 def test_a_model_that_couples_samples_of_a_process_is_told(
     centre: Any,
     ranks: int,
-    is_told: bool,
+    model_is_told: bool,
+    task_is_told: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -163,9 +164,9 @@ def test_a_model_that_couples_samples_of_a_process_is_told(
     samples = torch.rand(9, 3)
     batch_of = lambda numbers: samples[torch.from_numpy(numbers)]  # noqa: E731
     check_model(module, batch_of, 9, "model._target_=mine.Net")
-    assert (f"model._target_=mine.Net: {trial.MIXED_BY_MODEL}" in caplog.text) == is_told
+    assert (f"model._target_=mine.Net: {trial.MIXED_BY_MODEL}" in caplog.text) == model_is_told
     check_loss(module, batch_of, 9, "task._target_=mine.Task")
-    assert (trial.MIXED in caplog.text) == is_told
+    assert (trial.MIXED in caplog.text) == task_is_told
 
 
 def penalised(outputs: Tensor) -> tuple[Tensor, int]:
