@@ -687,8 +687,8 @@ def test_a_sum_over_batches_that_every_process_had_is_warned_of(
 ) -> None:
     data = TensorDataset(torch.ones(6, 2))
     with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
-        model = run.wrap(nn.Linear(2, 1))
         run._steps.world = run._steps.watches.world = World(0, 2, 0, 2)
+        model = run.wrap(nn.Linear(2, 1))
         with torch.no_grad():
             for (inputs,) in run.test_loader(data, batch_size=4):
                 model(inputs)
