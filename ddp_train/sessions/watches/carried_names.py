@@ -469,20 +469,33 @@ def _is_set_first(name: str, body: list[ast.stmt]) -> bool:
     return False
 
 
-def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
+def _statements_around(tree: ast.Module, line: int) -> Iterator[ast.stmt]:
+    """The statements that a line is in, outer ones before inner ones.
+
+    Only these are looked into: a walk through all of a file takes longer than to parse it.
+    """
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop(0)):
+            first = getattr(node, "lineno", line)
+            if first <= line <= (getattr(node, "end_lineno", line) or 0):
+                if isinstance(node, ast.stmt):
+                    yield node
+                if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+                    waiting.append(node)
+
+
+def _loops_around(tree: ast.Module, line: int) -> list[ast.For | ast.While]:
     """The loops around a line, outer ones before inner ones."""
-    return [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
+    around = _statements_around(tree, line)
+    return [node for node in around if isinstance(node, ast.For | ast.While)]
 
 
 def _scope_of(loop: ast.For | ast.While, tree: ast.Module) -> ast.Module | FunctionNode:
     """The innermost function around a loop, or the module."""
     scope: ast.Module | FunctionNode = tree
-    for node in ast.walk(tree):  # outer ones before inner ones
-        if isinstance(node, FUNCTIONS) and node.lineno <= loop.lineno <= (node.end_lineno or 0):
+    for node in _statements_around(tree, loop.lineno):
+        if isinstance(node, FUNCTIONS):
             scope = node
     return scope
 
