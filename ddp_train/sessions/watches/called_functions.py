@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import functools
 import inspect
 import linecache
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ class CalledFunctions:
         """The objects whose methods they were, by the names that the loop has for them."""
         self.active: list[types.CodeType] = []
         """The code of the functions that are put in now, the outermost first."""
-        self.nodes: dict[str, dict[tuple[str, int], FunctionNode]] = {}
+        self.nodes: dict[str, Mapping[tuple[str, int], FunctionNode]] = {}
         """The functions of files: by file, then by name and first line."""
         self.kept: dict[str, Callable[[], Any]] = {}
         """Functions that return the value of a variable that a called function has and the loop
@@ -255,7 +256,8 @@ class _Renamer(ast.NodeTransformer):
         return ast.Name(self.name_in_loop(node.id), node.ctx)
 
 
-def _functions_in(text: str) -> dict[tuple[str, int], FunctionNode]:
+@functools.lru_cache(maxsize=64)
+def _functions_in(text: str) -> Mapping[tuple[str, int], FunctionNode]:
     """The functions in the code of a file, by name and first line, that of a decorator too.
 
     Nothing where it cannot be read.
