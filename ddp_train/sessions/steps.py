@@ -120,7 +120,7 @@ class Steps:
             self.update_record.close()
         for close in self.closings:
             close()
-        self.watches.data_epochs.close()
+        self.watches.close()
         self._close_step()
         self.models.release()
 

@@ -50,6 +50,27 @@ def test_draws_by_rank_are_told_from_keyed_noise(
     assert draws.are_by_rank() is are_by_rank
 
 
+def test_torchs_loaders_have_their_method_back_after_steps_that_were_left() -> None:
+    """A first step that was left by `break`, or by an error, never ends."""
+    iterate = DataLoader.__iter__
+    seed_step = StepSeed(0, 1, "cpu")
+    draws = DrawsOfStep(seed_step)
+    for _ in range(2):
+        seed_step(4)
+        draws.begin(4)
+        list(DataLoader(rows()))
+    assert not draws.are_by_rank()
+    assert DataLoader.__iter__ is iterate
+
+
+def test_an_error_in_the_first_step_leaves_torchs_loaders_alone() -> None:
+    iterate = DataLoader.__iter__
+    with pytest.raises(ZeroDivisionError), session_on(World(0, 2, 0, 2)) as run:
+        run._steps.watches.first_step.begin(0)  # type: ignore[union-attr]
+        raise ZeroDivisionError
+    assert DataLoader.__iter__ is iterate
+
+
 def scored_in_a_step(world: World) -> None:
     """A step that scores its own rows by a plain loader."""
     with session_on(world) as run:

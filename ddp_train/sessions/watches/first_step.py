@@ -71,6 +71,11 @@ class FirstStep:
         if self.padded_images:
             self.padded_images.begin(self.models)
 
+    def close(self) -> None:
+        """Look at nothing any more, where no step was done."""
+        if self.draws:
+            self.draws.passes.end()
+
     def see_means(self, losses: Tensor) -> None:
         """Warn where torch's own mean of losses, one for each sample, is not that over samples."""
         warning = other_mean(losses)
@@ -181,16 +186,26 @@ class PlainPasses:
 
     def __init__(self) -> None:
         self.count = 0
-        self.iterate = DataLoader.__iter__
+        self.iterate: Any = None
+        """The method of torch's loaders between `begin` and `end`; None outside."""
 
     def begin(self) -> None:
+        """Count from 0. A step that was left may have begun already."""
+        self.count = 0
+        if self.iterate is not None:
+            return
+        iterate = DataLoader.__iter__
+
         def iterate_and_count(loader: DataLoader[Any]) -> Any:
             if loader.num_workers == 0 and loader.generator is None:
                 self.count += 1
-            return self.iterate(loader)
+            return iterate(loader)
 
-        self.iterate = DataLoader.__iter__
+        self.iterate = iterate
         DataLoader.__iter__ = iterate_and_count  # type: ignore[method-assign]
 
     def end(self) -> None:
-        DataLoader.__iter__ = self.iterate  # type: ignore[method-assign]
+        """Give torch's loaders their own method back."""
+        if self.iterate is not None:
+            DataLoader.__iter__ = self.iterate  # type: ignore[method-assign]
+            self.iterate = None

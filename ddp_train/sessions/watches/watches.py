@@ -52,6 +52,12 @@ class Watches:
         """On rank 0 alone, and where steps are resumed."""
         self.whole_epochs = False
 
+    def close(self) -> None:
+        """Leave torch's loaders and the user's data sets as they were."""
+        self.data_epochs.close()
+        if self.first_step:
+            self.first_step.close()
+
     def begin_epochs(self, saved: Collection[Any] | None, whole: bool) -> None:
         """Called where the loop over epochs begins. saved, whole: see `FirstEpoch`."""
         self.first_epoch = FirstEpoch(self.world, saved, whole)
