@@ -107,12 +107,11 @@ class FirstEpoch:
         # Some may be set after a warm-up: in the second, the fourth, the eighth epoch ...
         is_due = self.epochs.bit_count() <= 1
         if self.lost and is_due and not self.looks_at_steps:
-            names = self.lost.look_over_epochs()
-            if names:
-                log.warning(LOST_OVER_EPOCHS, ", ".join(names))
-            names = self.lost.look_beside_epochs()
-            if names:
-                log.warning(MADE_AGAIN, ", ".join(names))
+            carried, made_again = self.lost.look_over_epochs()
+            if carried:
+                log.warning(LOST_OVER_EPOCHS, ", ".join(carried))
+            if made_again:
+                log.warning(MADE_AGAIN, ", ".join(made_again))
             self.looks_at_steps = not self.whole
 
     def compare(self, device: str) -> None:

@@ -90,10 +90,13 @@ class LostVariables:
         """Those that the loop over epochs uses, as they were at the last look."""
         self.told: set[str] = set()
 
-    def look_over_epochs(self) -> list[str]:
-        """The names that the loop over epochs carries into later ones, but for those told before.
+    def look_over_epochs(self) -> tuple[list[str], list[str]]:
+        """Names that are lost around the epochs, but for those told before.
 
         To be called between two epochs, or before the first one.
+
+        Returns those that the loop over epochs carries into later ones, and those that losses need
+        and that are made from a model outside of the epochs, where a resumed run has other weights.
         """
         for frame in user_frames():
             code = LoopCode.of_frame(frame)
@@ -102,28 +105,13 @@ class LostVariables:
                 continue
             places = self._saved_places()
             now = self._pools_of_used(loop, code, places)
-            names = self._carried(loop, code, places, self.pools_of_epochs, now)
+            carried = self._not_told(self._carried(loop, code, places, self.pools_of_epochs, now))
             self.pools_of_epochs = now
-            return self._not_told(names)
-        return []
-
-    def look_beside_epochs(self) -> list[str]:
-        """The names of what losses need and is made from a model outside of the epochs, where a
-        resumed run has other weights; but for those told before.
-
-        To be called where `look_over_epochs` is.
-        """
-        for frame in user_frames():
-            code = LoopCode.of_frame(frame)
-            loop = code.loop_names()
-            if loop is None:
-                continue
-            places = self._saved_places()
             made = LoopCode.of_frame(frame).made_beside_epochs()
             needed = {name for name in made if {name, *_parts(name, loop.reaching)} & loop.reaching}
             lost = {name for name in needed if self._has_lost_weights(name, code, places)}
-            return self._not_told(lost)
-        return []
+            return carried, self._not_told(lost)
+        return [], []
 
     def _has_lost_weights(self, name: str, code: LoopCode, places: set[int]) -> bool:
         """Whether a name has tensors that are not saved. Those with one number are no weights."""
