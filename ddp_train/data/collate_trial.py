@@ -31,7 +31,7 @@ WARNING = (
 
 
 def dependence_of_collate(source: UserDataset) -> str:
-    """What a collate_fn does that depends on how a batch is divided: DRAWS, MIXES or "".
+    """DRAWS or MIXES if the batches of a collate_fn depend on how they are divided; else "".
 
     Batches are made of copies of samples; the global generators stay as they are.
     """

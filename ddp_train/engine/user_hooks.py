@@ -59,8 +59,7 @@ class UserHook:
         return step
 
     def state(self) -> Any:
-        """What `state_dict` returns, with the hook's own tensors and copies of all else; None
-        without that method.
+        """The hook's state: its own tensors, and copies of all else. None if it has no state_dict.
 
         Raises StateError if a checkpoint with it could not be read again.
         """

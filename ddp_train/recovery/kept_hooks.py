@@ -101,7 +101,7 @@ class KeptHooks:
     states: HookStates
     """On rank 0 of the host; empty on the others."""
     logged: Logged
-    """What they left to be reported."""
+    """Numbers that hooks have logged and no line of metrics.jsonl has yet."""
     took_losses: bool
     """Whether they have reported all losses."""
     at: float
@@ -109,7 +109,7 @@ class KeptHooks:
 
     @classmethod
     def read(cls, record: Record) -> KeptHooks | None:
-        """What lies in a place; None if it is not whole."""
+        """Read the states that a place holds; None if they are not whole."""
         if record.mark is None:
             return None
         tree, logged, layout = unpacked(record.text)

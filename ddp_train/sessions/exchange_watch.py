@@ -43,7 +43,7 @@ PHRASES = {
     END_OF_EPOCH: "at the end of an epoch",
     END_OF_SESSION: "at the end of the session",
 }
-"""What a process does in an exchange that is not a call of the user's."""
+"""Descriptions of the exchanges that are no calls of the user's, for "rank 0 is ..."."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
 SAME_ORDER = (
     "every process must make the same calls in the same order in every step, even where its"

@@ -330,8 +330,8 @@ class Saved:
 def test_state_of_gathered_rows_is_judged_by_real_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three averages, all in the loss, one is in no checkpoint and one of a process's own rows;
-    the third, which is right, is not named."""
+    """The loss depends on three averages. One is in no checkpoint, one is of a process's own rows;
+    the third is right, and not named."""
     (tmp_path / "averages.py").write_text(AVERAGES)
     go_to(tmp_path, monkeypatch)
     words = ["task._target_=averages.Averages", "hooks=[averages.Saved]"]

@@ -418,7 +418,10 @@ class LoopCode:
     def _given_at(
         self, line: int, epochs: ast.For, called: types.CodeType | None
     ) -> dict[str, ast.expr]:
-        """What a line gives to the parameters of the function that it calls, but for names."""
+        """Arguments of the call at a line, by parameters, without those that are plain names.
+
+        called: the code of the function; other calls at the line are left out.
+        """
         given: dict[str, ast.expr] = {}
         for node in ast.walk(epochs):
             if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or 0):
